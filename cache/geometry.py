@@ -1,0 +1,130 @@
+"""What a cache must hold (the model's side) and how much of it (the deployment's side), and this package's errors.
+
+Nothing here knows of models, requests or programs.
+
+CacheError
+├── InvalidGeometry      the layers cannot be cached as described (GEO-*)
+├── InvalidConfig        the sizes cannot work together (BLD-*)
+├── CacheFull            not enough cells or sequence ids; nothing was claimed
+├── UnknownSequence      the id is not live
+├── InvalidPosition      a rewind or clone past what the sequence holds
+├── InvalidStep          the step protocol was broken (declare -> prepare -> commit or undo)
+├── CacheMemoryError     physical memory could not be had; everything is as it was, a retry may succeed
+└── InvalidProgram       the model's layers disagree with the geometry; remembered (sticky)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+class CacheError(Exception):
+    """Base of this package's errors. A refusal leaves no trace."""
+
+
+class InvalidGeometry(CacheError):
+    """The layers cannot be cached as described."""
+
+
+class InvalidConfig(CacheError):
+    """The sizes cannot work together."""
+
+
+class CacheFull(CacheError):
+    """Not enough free cells or sequence ids; nothing was claimed."""
+
+
+class UnknownSequence(CacheError):
+    """The sequence id is not live."""
+
+
+class InvalidPosition(CacheError):
+    """A rewind or clone past what the sequence holds."""
+
+
+class InvalidStep(CacheError):
+    """The step protocol was broken."""
+
+
+class CacheMemoryError(CacheError):
+    """Physical memory could not be had; everything is as it was."""
+
+
+class InvalidProgram(CacheError):
+    """The model's layers disagree with the geometry."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Reach:
+    """Which of a sequence's earlier positions a row at position p sees (itself always included).
+
+    all:    0 .. p
+    window: max(0, p - size + 1) .. p        (CELL-28: distance in positions, itself counted)
+    chunk:  (p // size) * size .. p          (Llama 4's chunked attention)
+    """
+
+    kind: Literal["all", "window", "chunk"] = "all"
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind == "all" and self.size != 0:
+            raise InvalidGeometry(f"a layer that sees everything has size 0, not {self.size}")
+        if self.kind != "all" and self.size < 1:
+            raise InvalidGeometry(f"a {self.kind} layer needs a size of at least 1, not {self.size}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """One layer's K/V: what one token stores in it, and how far its rows see."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    reach: Reach = Reach()
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "k_dim", "v_dim"):
+            if getattr(self, name) < 1:
+                raise InvalidGeometry(f"{name} is {getattr(self, name)}: it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The layers that own K/V, in order; a layer's id is its index (GEO-1)."""
+
+    layers: tuple[LayerGeometry, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InvalidGeometry("a geometry needs at least one layer")
+
+    @property
+    def reaches(self) -> tuple[Reach, ...]:
+        """The distinct reaches, sorted (BLD-3)."""
+        return tuple(sorted({layer.reach for layer in self.layers}))
+
+    def bytes_per_cell(self, kv_dtype: torch.dtype) -> int:
+        """K and V bytes of one token over all layers."""
+        elements = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in self.layers)
+        return elements * kv_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How much a cache may hold. `capacity_cells` excludes the scratch row."""
+
+    capacity_cells: int
+    max_write: int
+    """Widest step: rows of one forward, padding included."""
+    kv_dtype: torch.dtype
+    initial_cells: int = 512
+    """Cells backed by memory at the first step; grows by doubling. Clamped to the capacity."""
+    max_sequences: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("capacity_cells", "max_write", "initial_cells", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name} is {getattr(self, name)}: it must be at least 1")

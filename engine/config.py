@@ -1,0 +1,93 @@
+"""The engine's options, checked where they are declared. Torch-free: the server builds one and sends it.
+
+`check_request` is the one rule of what may be admitted; the client applies it before a byte is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import ConfigError, RequestTooLarge, RequestTooLong
+from engine.types import EngineInfo, GenerateRequest
+
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Read by engine/build.py. None means "derive it from the model and the machine"."""
+
+    model: str
+    """A local folder, a GGUF file, or a hub id."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16. auto: the checkpoint's on CUDA, float32 on CPU."""
+    load_format: LoadFormat = "auto"
+    seed: int = 0
+    """Of dummy weights, and the root of requests that bring no seed of their own."""
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    """Tokens of a step while nothing decodes (D10's prefill budget)."""
+    max_waiting: int = 256
+    """Requests beyond max_num_seqs that may queue before a 429."""
+    kv_cells: int | None = None
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float = 0.9
+    widths: tuple[int, ...] | None = None
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model is empty: give a folder or a hub id")
+        for name in ("max_num_seqs",):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "max_num_batched_tokens", "kv_cells"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 2 if name == "kv_cells" else 1)
+        _at_least("max_waiting", self.max_waiting, 0)
+        if self.kv_cells is not None and self.kv_cache_gib is not None:
+            raise ConfigError("kv_cells and kv_cache_gib are two names for one size: give one of them")
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}: it must be above 0")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must lie in (0, 1]")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype is {self.dtype!r}: it must be auto, float32, bfloat16 or float16")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format is {self.load_format!r}: it must be auto or dummy")
+        if self.device not in ("auto", "cpu", "cuda") and not _is_cuda_index(self.device):
+            raise ConfigError(f"device is {self.device!r}: it must be auto, cpu, cuda or cuda:N")
+        if self.widths is not None:
+            if not self.widths:
+                raise ConfigError("widths is empty: give at least one, e.g. 1,2,4,8")
+            if any(width < 1 for width in self.widths) or list(self.widths) != sorted(set(self.widths)):
+                raise ConfigError(f"widths are {self.widths}: they must be positive, ascending and different")
+
+
+def check_request(info: EngineInfo, request: GenerateRequest) -> None:
+    """Raise what makes `request` impossible on this engine, however long it waited."""
+    prompt, new = len(request.prompt_token_ids), request.max_new_tokens
+    if prompt < 1:
+        raise RequestTooLarge("the prompt has no tokens: at least 1 is needed")
+    if prompt + new > info.max_model_len:
+        raise RequestTooLong(prompt, new, info.max_model_len)
+    if prompt + new > info.kv_cells:
+        raise RequestTooLarge(
+            f"the request needs up to {prompt + new} K/V cells ({prompt} prompt tokens and {new} new ones), "
+            f"but the pool has {info.kv_cells}"
+        )
+    if request.n > info.max_num_seqs:
+        raise RequestTooLarge(f"n is {request.n}, but at most {info.max_num_seqs} sequences run at once")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is {value}: it must be at least {least}")
+
+
+def _is_cuda_index(device: str) -> bool:
+    return device.startswith("cuda:") and device[5:].isdigit()

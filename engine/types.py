@@ -1,0 +1,200 @@
+"""Values that cross the engine's boundaries. Immutable, torch-free, text-free, and encodable as msgpack.
+
+Everything here is ids, positions and numbers. The server turns text into these and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one choice's tokens are drawn. Order of steps: spec api 4.3.
+
+    bias -> penalties -> masks (min_tokens, allowed ids, bad words, grammar) -> temperature -> top_k -> top_p -> min_p.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy: the largest logit after bias, penalties and masks, ties to the lowest id."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added to its logit). -100 or less never draws the token."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that are never completed."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    """Choice j of a request draws from seed + j. None: fresh randomness for each request."""
+    logprobs: int | None = None
+    """None: none. k: the drawn token's log probability and the k largest alternatives, raw (before temperature)."""
+    prompt_logprobs: int | None = None
+    """As logprobs, for every prompt token but the first."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Drawing one ends the choice with finish "stop"; the end-of-text ids are among them unless they are ignored."""
+    min_tokens: int = 0
+    """No stop token is drawn before this many tokens."""
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt and its n choices."""
+
+    request_id: str
+    """Unique for the life of the engine; the server mints it, never the caller."""
+    prompt_token_ids: tuple[int, ...]
+    n: int = 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 16
+    """0: no token is drawn; the prompt is still run when prompt_logprobs asks for it."""
+    priority: int = 0
+    """Lower runs sooner; equal priorities run in order of arrival."""
+    deadline_s: float | None = None
+    """Seconds from submission after which the request fails wherever it is."""
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw log-softmax values (float32) of one position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), largest first; from the same tensor and rounding as `logprob`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of one choice. The last one of a choice carries `finish`, and exactly one does."""
+
+    request_id: str
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One entry a token id when the request asked for logprobs."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Once, with choice 0's first update: one entry a prompt token, None for the first."""
+    cached_tokens: int | None = None
+    """Once, with a choice's first update: prompt tokens whose K/V was already there."""
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The token that ended it, when finish is "stop". It is among `token_ids`."""
+    error: str | None = None
+    """What happened, when finish is "failed"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One session's tokens in one step."""
+
+    session_id: int
+    """The executor's id (`Executor.open_session`)."""
+    tokens: tuple[int, ...]
+    """-1 stands for the session's last drawn token where only the device knows it yet."""
+    position: int
+    """Of the first token."""
+    wanted_rows: Literal["none", "last", "all"] = "none"
+    """Which rows' logits are asked for. "all" also fills `ChunkOutput.prompt_logprobs`."""
+    draws: int = 1
+    """Tokens drawn from the last row, when wanted_rows is not "none": one for each choice; 0 draws nothing."""
+    is_decode: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: decodes first, then prefill chunks in take order (SCH-8)."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOutput:
+    """What one chunk of a collected step brought."""
+
+    session_id: int
+    token_ids: tuple[int, ...] = ()
+    """One for each draw, in order of choice."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each draw."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """With wanted_rows "all": for row r of the chunk, the value of the token that follows it in the prompt.
+    The chunk's last row has an entry only when the prompt goes on behind the chunk."""
+    error: str | None = None
+    """This session alone failed; the rest of the batch stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One entry a chunk of the batch, in order."""
+
+    chunks: tuple[ChunkOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """The model's own sampling values (generation_config.json); None where it names none."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the server must know of a started engine; constant for its life."""
+
+    model: str
+    """As it was asked for: a folder or a hub id."""
+    architecture: str
+    device: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    """Ids a client may send or bias: the tokenizer's length, or the model's rows without a tokenizer."""
+    kv_cells: int
+    max_num_seqs: int
+    max_waiting: int
+    widths: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    tokenizer_dir: str | None
+    """Holds tokenizer.json, tokenizer_config.json and, where the model has one, chat_template.jinja."""
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    created_s: int = 0
+    """Unix time of the load, whole seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot sent with each step's updates; counters only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    cells_used: int = 0
+    cells_total: int = 0
+    steps: int = 0
+    steps_failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    padding_rows: int = 0
+    method_calls: tuple[tuple[str, int], ...] = ()
+    """(forward_N or forward_others, calls), narrowest first."""
+    step_time_s: float = 0.0
+    """Sum over all steps."""
+    last_step_unix_s: float = 0.0
