@@ -1,0 +1,239 @@
+"""The books: every Prometheus family this server exposes. The one file that knows prometheus-client.
+
+Owns one registry, so that two servers in a process do not share counters. Handlers report what happened to requests and
+tokens; the engine's own numbers are read from its latest `EngineStats` when someone scrapes. Names under `vllm:` are
+those that boards, gateways and load generators already read; what has no name there is ours, under `cellserve:`.
+
+What always holds: request_success_total over all reasons + choices in flight = choices started;
+generation_tokens_total = count of time_to_first_token + count of inter_token_latency.
+Event-loop thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from engine.types import EngineInfo, EngineStats, FinishReason
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_LABELS = ("model_name", "engine")
+_ENGINE = "0"
+
+_FINISHED_REASONS: dict[FinishReason, str] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "failed": "error",
+}
+
+# Seconds. The usual buckets of these names, with finer ones below 10 ms where a small model lives.
+_TTFT_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_GAP_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_WHOLE_S = (
+    *(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_CHOICES = (1, 2, 5, 10, 20)
+_HTTP_S = (0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Engine(Protocol):
+    """The part of the engine client that is read when someone scrapes."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+
+class Metrics:
+    """Handlers call it once for each thing that happened; a *choice* is one of a prompt's n answers."""
+
+    def __init__(self, model_name: str, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._engine_collector = _EngineCollector(model_name, engine)
+        for collector in (ProcessCollector(registry=None), self._engine_collector):
+            self._registry.register(collector)
+        GCCollector(registry=self._registry)
+
+        values = (model_name, _ENGINE)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, _LABELS, registry=self._registry).labels(*values)
+
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            return Histogram(name, text, _LABELS, buckets=tuple(buckets), registry=self._registry).labels(*values)
+
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
+        self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens whose K/V was already there.")
+        self._prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.")
+        self._choices_started = counter("cellserve:choices_started", "Choices admitted to the engine.")
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token, once a choice.", _TTFT_S)
+        self._gap = histogram("vllm:inter_token_latency_seconds", "Gap before each token but the first.", _GAP_S)
+        self._per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean gap of a choice with 2 tokens or more.", _GAP_S
+        )
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end, once a choice.", _WHOLE_S)
+        self._decode = histogram("vllm:request_decode_time_seconds", "First token to last, once a choice.", _WHOLE_S)
+        self._request_prompt = histogram("vllm:request_prompt_tokens", "Prompt length of a request.", _TOKENS)
+        self._request_generated = histogram("vllm:request_generation_tokens", "Tokens of a finished choice.", _TOKENS)
+        self._request_n = histogram("vllm:request_params_n", "n of a request.", _CHOICES)
+        self._request_max = histogram("vllm:request_params_max_tokens", "max_tokens of a request.", _TOKENS)
+
+        finished = Counter(
+            "vllm:request_success",
+            "Finished choices by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        # All reasons exist from the start: a rate over a series that appears with its first event misses that event.
+        self._finished = {reason: finished.labels(*values, name) for reason, name in _FINISHED_REASONS.items()}
+        rejected = Counter(
+            "vllm:admission_rejections",
+            "Requests refused before they ran, by reason.",
+            (*_LABELS, "reason"),
+            registry=self._registry,
+        )
+        self._rejected: Callable[[str], Counter] = lambda reason: rejected.labels(*values, reason)
+        self._http_requests = Counter(
+            "http_requests", "Answers by route and status.", ("method", "handler", "status"), registry=self._registry
+        )
+        self._http_duration = Histogram(
+            "http_request_duration_seconds",
+            "Request line to last byte.",
+            ("method", "handler"),
+            buckets=_HTTP_S,
+            registry=self._registry,
+        )
+
+    # What handlers report.
+
+    def request_started(self, *, prompt_tokens: int, n: int = 1, max_tokens: int | None = None) -> None:
+        """One prompt with its n choices was admitted by the engine. Each of the n must reach `finished` once."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._choices_started.inc(n)
+        self._request_prompt.observe(prompt_tokens)
+        self._request_n.observe(n)
+        if max_tokens is not None:
+            self._request_max.observe(max_tokens)
+
+    def prompt_looked_up(self, *, prompt_tokens: int, cached_tokens: int) -> None:
+        """Once a prompt, when the engine says how much of it was already there."""
+        self._prefix_queries.inc(prompt_tokens)
+        self._prefix_hits.inc(cached_tokens)
+        self._cached_tokens.inc(cached_tokens)
+
+    def first_token(self, ttft_s: float) -> None:
+        """A choice's first token; counts it."""
+        self._generation_tokens.inc()
+        self._ttft.observe(ttft_s)
+
+    def token_gap(self, gap_s: float, tokens: int = 1) -> None:
+        """Further tokens of a choice, which came together after gap_s; counts them, an equal share of the gap each."""
+        self._generation_tokens.inc(tokens)
+        for _ in range(tokens):
+            self._gap.observe(gap_s / tokens)
+
+    def finished(
+        self, reason: FinishReason, *, generated_tokens: int, e2e_s: float, decode_s: float | None = None
+    ) -> None:
+        """A choice ended; once for each that started, also those a client left or a stop string cut.
+
+        decode_s: first token to last; None when there was no token.
+        """
+        self._finished[reason].inc()
+        self._e2e.observe(e2e_s)
+        self._request_generated.observe(generated_tokens)
+        if decode_s is not None:
+            self._decode.observe(decode_s)
+            if generated_tokens > 1:
+                self._per_token.observe(decode_s / (generated_tokens - 1))
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before it ran; reason is the error's code."""
+        self._rejected(reason).inc()
+
+    def http_answered(self, *, method: str, handler: str, status: int, duration_s: float) -> None:
+        """handler: the route's template, never the caller's path, which would be a series a visitor."""
+        self._http_requests.labels(method, handler, str(status)).inc()
+        self._http_duration.labels(method, handler).observe(duration_s)
+
+    # What a scrape reads.
+
+    def engine_ready(self, info: EngineInfo) -> None:
+        """The engine's constants are known."""
+        self._engine_collector.info = info
+
+    def render(self) -> bytes:
+        """The Prometheus text, of content type `CONTENT_TYPE`."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Turns the engine's latest snapshot into families while a scrape asks for it."""
+
+    def __init__(self, model_name: str, engine: Engine) -> None:
+        self._values = (model_name, _ENGINE)
+        self._engine = engine
+        self.info: EngineInfo | None = None
+
+    def describe(self) -> list[Metric]:
+        return []  # Else registering would collect once, before the engine is there.
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        used_part = stats.cells_used / stats.cells_total if stats.cells_total else 0.0
+        yield self._gauge("vllm:num_requests_running", "Sequences in the running batch.", stats.running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences waiting for a place.", stats.waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Used part of the K/V cells, 0 to 1.", used_part)
+        yield self._counter("vllm:num_preemptions", "Sequences put back into the queue.", stats.preemptions)
+        yield self._gauge("cellserve:cells_used", "K/V cells that hold a token.", stats.cells_used)
+        yield self._gauge("cellserve:cells_total", "K/V cells of the pool.", stats.cells_total)
+        yield self._counter("cellserve:steps", "Steps run.", stats.steps)
+        yield self._counter("cellserve:steps_failed", "Steps that failed on the host.", stats.steps_failed)
+        yield self._counter("cellserve:step_time_seconds", "Time spent in steps.", stats.step_time_s)
+        yield self._counter("cellserve:padding_rows", "Rows run that held no token.", stats.padding_rows)
+        yield self._counter("cellserve:engine_prompt_tokens", "Prompt tokens run.", stats.prompt_tokens)
+        yield self._counter("cellserve:engine_generated_tokens", "Tokens the engine drew.", stats.generated_tokens)
+        calls = CounterMetricFamily(
+            "cellserve:method_calls", "Forward calls by method.", labels=(*_LABELS, "method")
+        )
+        for method, count in stats.method_calls:
+            calls.add_metric((*self._values, method), count)
+        yield calls
+        if self.info is not None:
+            yield self._cache_config(self.info)
+
+    def _cache_config(self, info: EngineInfo) -> Metric:
+        # Gateways compute the K/V size as block_size x num_gpu_blocks; a block of ours is one cell of one token.
+        labels = ("block_size", "num_gpu_blocks", "cache_dtype")
+        family = GaugeMetricFamily("vllm:cache_config_info", "Constants of the K/V cache.", labels=(*_LABELS, *labels))
+        family.add_metric((*self._values, "1", str(info.kv_cells), info.dtype), 1)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=_LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=_LABELS)
+        family.add_metric(self._values, value)
+        return family
