@@ -8,7 +8,7 @@ reads the current step through fixed addresses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,3 +44,5 @@ class CellStep:
     pages: torch.Tensor  # [num_pages, page_cells] i32 pool rows, in position order of their sequence
     read_len: int  # longest count of any row and reach
     pool: Pool
+    plans: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
+    """What an attention path derived from this step (per reach), kept so that every layer reuses the first one's work."""

@@ -1,0 +1,75 @@
+"""Attention over a prepared step: store the rows' K/V in the pool, then let each row attend its run (DESIGN D2).
+
+`reference` is the meaning. `cpu_runs` serves on CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cache.attend import cpu_runs, reference
+from cache.geometry import InvalidProgram, Reach
+from cache.step import CellStep
+
+__all__ = ["attend"]
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    step: CellStep,
+    *,
+    reach: Reach,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """query [W, H, Dk], key [W, KV, Dk], value [W, KV, Dv] -> [W, H, Dv] in query's dtype.
+
+    Writes all W rows' K/V to the layer's pool (padding lands in the scratch row), in the pool's dtype, before any row
+    reads: a row sees itself and earlier rows of its sequence in the same step. Query head h reads K/V head
+    h // (H // KV). Calling it again for the same layer (KV-shared layers) stores the same rows again.
+
+    softcap: scores become cap * tanh(scores * scale / cap).
+    sinks: [H] logits, one more softmax column per head that has no value.
+    Raises InvalidProgram, before anything is written, when the shapes or the reach disagree with the step.
+    """
+    if not 0 <= layer < len(step.pool.keys):
+        raise InvalidProgram(f"layer {layer} owns no K/V: the pool has {len(step.pool.keys)} layers")
+    keys, values = step.pool.keys[layer], step.pool.values[layer]
+    _check_shapes(query, key, value, layer, step, keys, values)
+    if reach not in step.runs:
+        raise InvalidProgram(f"layer {layer} reads {reach}, but the step was prepared for {sorted(step.runs)}")
+    if sinks is not None and sinks.shape != (query.shape[1],):
+        raise InvalidProgram(f"layer {layer} has sinks {list(sinks.shape)} for {query.shape[1]} query heads")
+    keys.index_copy_(0, step.write_rows, key.to(keys.dtype))
+    values.index_copy_(0, step.write_rows, value.to(values.dtype))
+    path = cpu_runs.attend_cells if query.device.type == "cpu" else reference.attend_cells
+    return path(query, keys, values, step, reach=reach, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _check_shapes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    step: CellStep,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    for name, rows, stored in (("key", key, keys), ("value", value, values)):
+        if rows.shape != (step.width, *stored.shape[1:]):
+            raise InvalidProgram(
+                f"layer {layer}'s {name} is {list(rows.shape)}: the step has {step.width} rows and the pool stores "
+                f"{list(stored.shape[1:])} (heads, width) a cell"
+            )
+    if query.dim() != 3 or query.shape[0] != step.width or query.shape[2] != keys.shape[2]:
+        raise InvalidProgram(
+            f"layer {layer}'s query is {list(query.shape)}: expected [{step.width}, heads, {keys.shape[2]}]"
+        )
+    if query.shape[1] % keys.shape[1] != 0:
+        raise InvalidProgram(
+            f"layer {layer} has {query.shape[1]} query heads over {keys.shape[1]} K/V heads: not a whole number each"
+        )

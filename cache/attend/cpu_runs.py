@@ -1,0 +1,5 @@
+"""Attention on CPU."""
+
+from cache.attend.reference import attend_cells
+
+__all__ = ["attend_cells"]

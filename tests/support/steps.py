@@ -1,0 +1,94 @@
+"""Steps built by hand: cell lists and rows in, a CellStep out, with no cell table in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from cache.geometry import Reach
+from cache.step import CellStep, Run
+
+
+@dataclass(frozen=True)
+class PlainPool:
+    """The part of a pool that attention reads: per layer [rows, KV, D]."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+def plain_pool(
+    num_cells: int,
+    *,
+    kv_heads: int,
+    k_dim: int,
+    v_dim: int | None = None,
+    layers: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    generator: torch.Generator | None = None,
+) -> PlainPool:
+    """A pool of random K/V with its scratch row."""
+
+    def fill(dim: int) -> list[torch.Tensor]:
+        shape = (num_cells + 1, kv_heads, dim)
+        return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(layers)]
+
+    return PlainPool(fill(k_dim), fill(k_dim if v_dim is None else v_dim))
+
+
+def run_of(position: int, reach: Reach) -> tuple[int, int]:
+    """(start, count) of a row at `position`."""
+    match reach.kind:
+        case "all":
+            start = 0
+        case "window":
+            start = max(0, position - reach.size + 1)
+        case "chunk":
+            start = position // reach.size * reach.size
+    return start, position + 1 - start
+
+
+def build_step(
+    pool: PlainPool,
+    cells: Sequence[Sequence[int]],
+    rows: Sequence[tuple[int, int]],
+    *,
+    reaches: Sequence[Reach] = (Reach(),),
+    width: int | None = None,
+    page_cells: int = 8,
+    device: str = "cpu",
+) -> CellStep:
+    """cells: each sequence's cells in position order, this step's included. rows: (sequence, position) of each token.
+
+    Rows past len(rows) up to `width` are padding. Pages are handed out back to front, so that no path can take the
+    page table for the identity.
+    """
+    width = len(rows) if width is None else width
+    padded = list(rows) + [rows[-1]] * (width - len(rows))
+    pages_each = max(1, -(-max(len(owned) for owned in cells) // page_cells))
+    num_pages = pages_each * len(cells)
+    pages = torch.zeros(num_pages, page_cells, dtype=torch.int32)
+    page_table = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32).reshape(len(cells), pages_each)
+    for sequence, owned in enumerate(cells):
+        for position, cell in enumerate(owned):
+            pages[page_table[sequence, position // page_cells], position % page_cells] = cell + 1
+    runs: dict[Reach, Run] = {}
+    for reach in reaches:
+        spans = torch.tensor([run_of(position, reach) for _, position in padded], dtype=torch.int32).to(device)
+        runs[reach] = Run(spans[:, 0].contiguous(), spans[:, 1].contiguous())
+    write_rows = [cells[sequence][position] + 1 for sequence, position in rows] + [0] * (width - len(rows))
+    return CellStep(
+        num_tokens=len(rows),
+        width=width,
+        write_rows=torch.tensor(write_rows, dtype=torch.int64, device=device),
+        table_row=torch.tensor([sequence for sequence, _ in padded], dtype=torch.int32, device=device),
+        runs=runs,
+        page_table=page_table.to(device),
+        pages=pages.to(device),
+        read_len=max(int(run.count.max()) for run in runs.values()),
+        pool=cast(Any, pool),
+    )
