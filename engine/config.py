@@ -11,6 +11,9 @@ from typing import Literal
 from engine.errors import ConfigError, RequestTooLarge, RequestTooLong
 from engine.types import EngineInfo, GenerateRequest
 
+DEFAULT_MODEL = "default"
+"""Given as the model, it stands for the small model that engine/build.py names."""
+
 LoadFormat = Literal["auto", "dummy"]
 
 
@@ -19,14 +22,14 @@ class EngineConfig:
     """Read by engine/build.py. None means "derive it from the model and the machine"."""
 
     model: str
-    """A local folder, a GGUF file, or a hub id."""
+    """A local folder, a GGUF file, a hub id, or DEFAULT_MODEL."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
     """auto, float32, bfloat16 or float16. auto: the checkpoint's on CUDA, float32 on CPU."""
     load_format: LoadFormat = "auto"
     seed: int = 0
-    """Of dummy weights, and the root of requests that bring no seed of their own."""
+    """Of dummy weights. Requests bring their own seed or get fresh randomness."""
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
