@@ -9,6 +9,7 @@ CellserveError
 │   ├── QueueFull          try again later
 │   ├── Draining           this server is going away
 │   └── EngineUnavailable  the engine is not up
+├── SessionsExhausted      the executor has no free session; nothing was opened
 └── StepFailed             a step died on the host; its sessions are poisoned, the engine goes on
 """
 
@@ -58,6 +59,10 @@ class Draining(RequestRefused):
 
 class EngineUnavailable(RequestRefused):
     """The engine is not running."""
+
+
+class SessionsExhausted(CellserveError):
+    """The executor has no free session; nothing was opened."""
 
 
 class StepFailed(CellserveError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
+ErrorCode = Literal["step_failed", "deadline_exceeded", "shutting_down", "engine_unavailable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Update:
     """The token that ended it, when finish is "stop". It is among `token_ids`."""
     error: str | None = None
     """What happened, when finish is "failed"."""
+    error_code: ErrorCode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Chunk:
     draws: int = 1
     """Tokens drawn from the last row, when wanted_rows is not "none": one for each choice; 0 draws nothing."""
     is_decode: bool = False
+    following_token: int = -1
+    """The prompt's next token behind the chunk, for wanted_rows "all"; -1 where the prompt ends here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,155 @@
+"""The one place where an engine is put together: options -> model -> pool -> executor -> loop.
+
+Imports torch and the model, so the server never imports it; the engine process and the in-process client do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from cache.cell_cache import CellCache
+from cache.geometry import CacheConfig, Geometry
+from engine.cell_executor import CellExecutor
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelError
+from engine.loop import EngineLoop
+from engine.sampling import Sampler
+from engine.scheduler import SchedulerLimits
+from engine.types import EngineInfo, GenerationDefaults
+from static_graphs.forwards import Forwards
+from static_graphs.loading import LoadedModel, ModelLoadError, export_tokenizer, load_model
+from static_graphs.methods import method_table
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, done, of)."""
+
+CPU_WIDTHS = (1, 2, 4, 8, 16)
+"""Padding is free where a step waits for weights; wider steps run at their exact size."""
+CPU_POOL_BYTES = 4 << 30
+PREFILL_BUDGET = 512
+PREFILL_CHUNK = 64
+
+
+def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, EngineInfo]:
+    """Load and assemble. Raises ConfigError or ModelError with a message a user can act on."""
+    device = _device(config.device)
+    progress("loading the model", 0, 1)
+    try:
+        model = load_model(
+            config.model,
+            device=device,
+            dtype=_dtype(config.dtype),
+            load_format=config.load_format,
+            max_model_len=config.max_model_len,
+            seed=config.seed,
+        )
+        tokenizer_dir = _export_tokenizer(model)
+    except ModelLoadError as error:
+        raise ModelError(str(error)) from error
+    kv_dtype = model.dtype
+    kv_cells = _kv_cells(config, model.geometry, kv_dtype, device)
+    max_model_len = _max_model_len(config, model.max_model_len, kv_cells)
+    widths = config.widths or CPU_WIDTHS
+    prefill_budget = config.max_num_batched_tokens or max(PREFILL_BUDGET, 2 * widths[-1])
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        prefill_budget=prefill_budget,
+        mixed_budget=max(prefill_budget, config.max_num_seqs + min(PREFILL_CHUNK, prefill_budget)),
+        prefill_chunk=min(PREFILL_CHUNK, prefill_budget),
+    )
+    widest = max(limits.prefill_budget, limits.mixed_budget)
+    methods = method_table([width for width in widths if width < widest], widest)
+    progress("allocating the K/V pool", 0, 1)
+    cache = CellCache(
+        model.geometry,
+        CacheConfig(capacity_cells=kv_cells, max_write=widest, kv_dtype=kv_dtype, max_sequences=config.max_num_seqs),
+        device,
+    )
+    executor = CellExecutor(
+        Forwards(model, methods),
+        cache,
+        Sampler(model.vocab_size, device, config.max_num_seqs),
+        max_sessions=config.max_num_seqs,
+        max_session_tokens=max_model_len,
+        device=device,
+        overlaps=device.type == "cuda",
+    )
+    info = EngineInfo(
+        model=model.name,
+        architecture=model.architecture,
+        device=str(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=max_model_len,
+        vocab_size=model.num_token_ids,
+        kv_cells=kv_cells,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        widths=tuple(method.max_tokens for method in methods if method.is_static),
+        eos_token_ids=model.eos_token_ids,
+        tokenizer_dir=tokenizer_dir,
+        defaults=GenerationDefaults(**model.generation_defaults),
+        created_s=int(time.time()),
+    )
+    return EngineLoop(executor, limits), info
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but this torch sees no CUDA device: use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices, from 0")
+    return device
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    """None lets the loader choose: the checkpoint's on CUDA, float32 on CPU."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+
+
+def _export_tokenizer(model: LoadedModel) -> str | None:
+    """Write what the server needs to make text; None for a model that brings no tokenizer."""
+    folder = Path(tempfile.mkdtemp(prefix="cellserve-tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(folder) if export_tokenizer(model, folder) else None
+
+
+def _kv_cells(config: EngineConfig, geometry: Geometry, kv_dtype: torch.dtype, device: torch.device) -> int:
+    """Cells of the pool: as asked, or what the machine's memory gives."""
+    if config.kv_cells is not None:
+        return config.kv_cells
+    bytes_per_cell = geometry.bytes_per_cell(kv_dtype)
+    if config.kv_cache_gib is not None:
+        pool_bytes = int(config.kv_cache_gib * (1 << 30))
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        pool_bytes = int(free - (1 - config.gpu_memory_utilization) * total)
+    else:
+        pool_bytes = min(CPU_POOL_BYTES, psutil.virtual_memory().available // 2)
+    cells = pool_bytes // bytes_per_cell - 1  # one row is scratch
+    if cells < 2:
+        raise ConfigError(
+            f"a K/V pool of {max(pool_bytes, 0) / (1 << 30):.3f} GiB holds no sequence: one cell of this model takes "
+            f"{bytes_per_cell} bytes. Give --kv-cells or --kv-cache-gib, or free memory"
+        )
+    return int(cells)
+
+
+def _max_model_len(config: EngineConfig, model_len: int, kv_cells: int) -> int:
+    """The context that is served: the model's, no more than the pool holds unless that was asked for."""
+    if config.max_model_len is not None and config.max_model_len > kv_cells:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the K/V pool has {kv_cells} cells: "
+            f"use --max-model-len {kv_cells} or --kv-cells {config.max_model_len}"
+        )
+    return min(model_len, kv_cells)

@@ -1,0 +1,82 @@
+"""What the loop asks of whatever runs its steps. Torch-free, so that a scripted executor needs no model.
+
+Engine thread only. A session is one sequence in the executor's cache together with how its tokens are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.types import Batch, SamplingParams, StepOutput
+
+
+class InFlight(Protocol):
+    """A launched step whose ids may still be on the device."""
+
+    @property
+    def batch(self) -> Batch: ...
+
+
+class Executor(Protocol):
+    """Sessions and steps. Ids of sessions strictly increase and are never reused (SES-1)."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether step t + 1 should be launched before step t is collected."""
+        ...
+
+    @property
+    def free_cells(self) -> int: ...
+
+    @property
+    def total_cells(self) -> int: ...
+
+    @property
+    def max_sessions(self) -> int: ...
+
+    @property
+    def padding_rows(self) -> int:
+        """Rows run that answered nobody, since the start."""
+        ...
+
+    def open_session(
+        self, params: SamplingParams, *, seed: int, prompt: Sequence[int], generated: Sequence[int] = ()
+    ) -> int:
+        """A new, empty session. `prompt` and `generated` feed penalties and min_tokens; nothing is computed.
+
+        Raises SessionsExhausted and leaves nothing behind.
+        """
+        ...
+
+    def clone_session(
+        self,
+        source: int,
+        upto: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+    ) -> int:
+        """A new session that shares the first `upto` tokens of `source` by reference.
+
+        Raises SessionsExhausted and leaves nothing behind.
+        """
+        ...
+
+    def close_session(self, session_id: int) -> None:
+        """Release its cells. Unknown ids are ignored. Safe while a step of the session is in flight."""
+        ...
+
+    def launch(self, batch: Batch) -> InFlight:
+        """Start one step. Raises StepFailed: its sessions cannot go on, everything else can."""
+        ...
+
+    def collect(self, in_flight: InFlight) -> StepOutput:
+        """Wait for the step's ids. Raises StepFailed as `launch` does."""
+        ...
+
+    def method_calls(self) -> tuple[tuple[str, int], ...]:
+        """(method, calls), narrowest first."""
+        ...

@@ -1,0 +1,317 @@
+"""The engine's turn: admit, schedule, launch, collect, report. Owns every session; one thread, no locks.
+
+A step is launched before the one ahead of it is collected where the executor overlaps (D7), so what a launch needs of a
+token the host has not seen is its place, never its value. Knows no text, no HTTP, no torch.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from engine.errors import SessionsExhausted, StepFailed
+from engine.executor import Executor, InFlight
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.sessions import Session, choice_seed
+from engine.types import (
+    Batch,
+    ChunkOutput,
+    EngineStats,
+    ErrorCode,
+    FinishReason,
+    GenerateRequest,
+    StepOutput,
+    TokenLogprobs,
+    Update,
+)
+
+
+class EngineLoop:
+    """Drives one executor. Every choice of a submitted request gets exactly one update with `finish`."""
+
+    def __init__(
+        self, executor: Executor, limits: SchedulerLimits, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._executor = executor
+        self._scheduler = Scheduler(limits)
+        self._clock = clock
+        self._requests: dict[str, list[Session]] = {}  # open choices of each request
+        self._deadlines: dict[str, float] = {}
+        self._launched: dict[int, list[Session]] = {}  # id(InFlight) -> sessions in chunk order
+        self._in_flight: InFlight | None = None
+        self._updates: list[Update] = []
+        self._num_arrived = 0
+        self._steps = 0
+        self._steps_failed = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._preemptions = 0
+        self._step_time_s = 0.0
+        self._last_step_unix_s = 0.0
+
+    # --- what callers ask -------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request that passed `engine.config.check_request`."""
+        assert request.request_id not in self._requests
+        seed = secrets.randbits(62) if request.sampling.seed is None else request.sampling.seed
+        stem = Session(
+            request=request,
+            index=0,
+            arrival=self._num_arrived,
+            seed=choice_seed(seed, 0),
+            draws=request.n,
+            tokens=list(request.prompt_token_ids),
+        )
+        self._num_arrived += 1
+        self._requests[request.request_id] = [stem]
+        if request.deadline_s is not None:
+            self._deadlines[request.request_id] = self._clock() + request.deadline_s
+        if request.max_new_tokens == 0 and request.sampling.prompt_logprobs is None:
+            self._finish(stem, "length")
+        else:
+            self._scheduler.add_waiting(stem)
+
+    def cancel(self, request_id: str) -> None:
+        """End every open choice of the request. Unknown and finished ids are ignored."""
+        for session in list(self._requests.get(request_id, ())):
+            self._finish(session, "cancelled")
+
+    def fail_all(self, error: str, code: ErrorCode) -> None:
+        """End everything that is open."""
+        for sessions in list(self._requests.values()):
+            for session in list(sessions):
+                self._finish(session, "failed", error=error, code=code)
+
+    def has_work(self) -> bool:
+        """Whether another `step` would do anything."""
+        return bool(self._scheduler or self._in_flight or self._updates)
+
+    def stats(self) -> EngineStats:
+        """A snapshot; sums only grow."""
+        return EngineStats(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            cells_used=self._executor.total_cells - self._executor.free_cells,
+            cells_total=self._executor.total_cells,
+            steps=self._steps,
+            steps_failed=self._steps_failed,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._preemptions,
+            padding_rows=self._executor.padding_rows,
+            method_calls=self._executor.method_calls(),
+            step_time_s=self._step_time_s,
+            last_step_unix_s=self._last_step_unix_s,
+        )
+
+    # --- one turn ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Update]:
+        """Launch what can run, collect what is due, and return the news since the last call."""
+        started = self._clock()
+        self._expire()
+        ahead, self._in_flight = self._in_flight, None
+        preempted = self._make_room()
+        launched = self._launch_next()
+        if launched is not None and self._executor.overlaps:
+            self._in_flight = launched
+        else:
+            assert ahead is None or launched is None, "an executor that does not overlap left a step behind"
+            ahead = launched or ahead
+        if ahead is not None:
+            self._collect(ahead)
+            self._steps += 1
+            self._step_time_s += self._clock() - started
+            self._last_step_unix_s = time.time()
+        elif self._scheduler and not self._updates and not preempted:
+            raise RuntimeError(
+                f"nothing can run: {self._scheduler.num_waiting} waiting and {self._scheduler.num_running} running "
+                f"choices, {self._executor.free_cells} of {self._executor.total_cells} cells free"
+            )
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _expire(self) -> None:
+        if not self._deadlines:
+            return
+        now = self._clock()
+        for request_id in [r for r, deadline in self._deadlines.items() if deadline <= now]:
+            request_sessions = self._requests[request_id]
+            error = f"the request's deadline of {request_sessions[0].request.deadline_s} s has passed"
+            for session in list(request_sessions):
+                self._finish(session, "failed", error=error, code="deadline_exceeded")
+
+    def _launch_next(self) -> InFlight | None:
+        takes = self._scheduler.next_takes(self._executor.free_cells)
+        if not takes:
+            return None
+        sessions = [take.session for take in takes]
+        batch = Batch(tuple(take.session.take(take.count) for take in takes))
+        try:
+            in_flight = self._executor.launch(batch)
+        except StepFailed as error:
+            self._fail_step(sessions, error)
+            return None
+        self._launched[id(in_flight)] = sessions
+        return in_flight
+
+    def _make_room(self) -> bool:
+        """Preempt while running sessions lack cells, otherwise admit while waiting ones fit; whether it preempted."""
+        preempted = False
+        while self._scheduler.must_preempt(self._executor.free_cells):
+            victim = self._scheduler.preempt()
+            self._close(victim)
+            victim.requeue()
+            self._preemptions += 1
+            preempted = True
+        while not preempted and (session := self._scheduler.next_admissible(self._executor.free_cells)) is not None:
+            session.executor_id = self._executor.open_session(
+                session.request.sampling,
+                seed=session.seed,
+                prompt=session.request.prompt_token_ids,
+                generated=session.tokens[session.prompt_len :],
+            )
+            self._scheduler.admit(session)
+        return preempted
+
+    # --- what a step brought ----------------------------------------------------------------------------------------
+
+    def _collect(self, in_flight: InFlight) -> None:
+        sessions = self._launched.pop(id(in_flight))
+        try:
+            output: StepOutput = self._executor.collect(in_flight)
+        except StepFailed as error:
+            self._fail_step(sessions, error)
+            return
+        for session, chunk, result in zip(sessions, in_flight.batch.chunks, output.chunks, strict=True):
+            if not chunk.is_decode:
+                self._prompt_tokens += len(chunk.tokens)
+            if session.finished is not None:
+                continue  # it ended while this step was in flight: the row was wasted
+            if result.error is not None:
+                self._finish(session, "failed", error=result.error, code="step_failed")
+                continue
+            if result.prompt_logprobs is not None:
+                session.record_prompt_logprobs(chunk.position, result.prompt_logprobs)
+            if result.token_ids:
+                self._accept(session, result)
+            elif session.request.max_new_tokens == 0 and session.num_computed == session.prompt_len:
+                self._finish(session, "length")
+
+    def _accept(self, session: Session, result: ChunkOutput) -> None:
+        """Give each draw to its choice. A stem's draws beyond the first become sessions of their own here."""
+        forks = session.draws - 1
+        session.draws = 1
+        for index in range(1, forks + 1):
+            self._fork(session, index, result)
+        self._advance(session, 0, result)
+
+    def _fork(self, stem: Session, index: int, result: ChunkOutput) -> None:
+        """Choice `index` shares the stem's prompt cells and goes on from its own first token."""
+        request = stem.request
+        fork = Session(
+            request=request,
+            index=index,
+            arrival=stem.arrival,
+            seed=choice_seed(stem.seed, index),
+            draws=1,
+            tokens=list(request.prompt_token_ids),
+            num_in_flight=1,
+        )
+        self._requests[request.request_id].append(fork)
+        if not self._advance(fork, index, result):
+            return
+        try:
+            if stem.executor_id is None:
+                raise SessionsExhausted("the stem was preempted while its first tokens were in flight")
+            fork.executor_id = self._executor.clone_session(
+                stem.executor_id,
+                stem.prompt_len,
+                request.sampling,
+                seed=fork.seed,
+                prompt=request.prompt_token_ids,
+                generated=fork.tokens[fork.prompt_len :],
+            )
+        except SessionsExhausted:
+            self._scheduler.add_waiting(fork)  # it computes the prompt again when a session is free
+            return
+        fork.num_computed = fork.prompt_len
+        self._scheduler.add_running(fork)
+
+    def _advance(self, session: Session, draw: int, result: ChunkOutput) -> bool:
+        """Append draw `draw` of the chunk to the session and report it; whether the session goes on."""
+        token_id = result.token_ids[draw]
+        self._generated_tokens += 1
+        finish = session.accept(token_id)
+        logprobs = None if result.logprobs is None else (result.logprobs[draw],)
+        if finish is None:
+            self._report(session, (token_id,), logprobs)
+            return True
+        self._finish(session, finish, token_ids=(token_id,), logprobs=logprobs)
+        return False
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _fail_step(self, sessions: list[Session], error: StepFailed) -> None:
+        """The step's sessions end, and so does what was launched behind it for them (D8)."""
+        self._steps_failed += 1
+        for session in sessions:
+            if session.finished is None:
+                self._finish(session, "failed", error=str(error), code="step_failed")
+
+    def _finish(
+        self,
+        session: Session,
+        finish: FinishReason,
+        *,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+        error: str | None = None,
+        code: ErrorCode | None = None,
+    ) -> None:
+        """Release the session and report its end, for each choice that it still stands for."""
+        session.finished = finish
+        self._close(session)
+        self._scheduler.remove(session)
+        open_choices = self._requests[session.request.request_id]
+        open_choices.remove(session)
+        if not open_choices:
+            del self._requests[session.request.request_id]
+            self._deadlines.pop(session.request.request_id, None)
+        for index in range(session.index, session.index + session.draws):
+            self._report(session, token_ids, logprobs, index=index, finish=finish, error=error, code=code)
+
+    def _close(self, session: Session) -> None:
+        if session.executor_id is not None:
+            self._executor.close_session(session.executor_id)
+            session.executor_id = None
+
+    def _report(
+        self,
+        session: Session,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        *,
+        index: int | None = None,
+        finish: FinishReason | None = None,
+        error: str | None = None,
+        code: ErrorCode | None = None,
+    ) -> None:
+        index = session.index if index is None else index
+        first, session.reported = not session.reported, True
+        self._updates.append(
+            Update(
+                request_id=session.request.request_id,
+                index=index,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=tuple(session.prompt_logprobs) if first and session.prompt_logprobs else None,
+                cached_tokens=0 if first else None,
+                finish=finish,
+                stop_token_id=token_ids[-1] if finish == "stop" else None,
+                error=error,
+                error_code=code,
+            )
+        )

@@ -1,0 +1,163 @@
+"""What runs in the next step: decodes first, then prefill chunks in rotation, both as far as budgets and cells allow.
+
+Pure bookkeeping over sessions: no clock, no executor, no tokens' values. Engine thread only. The rules are DESIGN D10
+and executor spec SCH-*; it differs from that scheduler in holding sessions instead of queued tasks, so that budgets may
+change from step to step and a preempted session is simply waiting again.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+from engine.sessions import Session
+
+DECODE_HEADROOM_CELLS = 16
+"""Left free for each running session when another is admitted: admitting at the last cell would preempt at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Budgets of one step, in tokens."""
+
+    max_num_seqs: int
+    """Sequences that run at once, forks that are still to come included."""
+    prefill_budget: int
+    """Tokens of a step in which nothing decodes."""
+    mixed_budget: int
+    """Tokens of a step in which something decodes: small enough that inter-token latency holds."""
+    prefill_chunk: int
+    """What one session takes in one turn of the rotation."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "prefill_budget", "mixed_budget", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.prefill_chunk > self.prefill_budget:
+            raise ConfigError(
+                f"prefill_chunk is {self.prefill_chunk}, but a step takes at most {self.prefill_budget} tokens"
+            )
+        if self.mixed_budget < self.max_num_seqs + self.prefill_chunk:  # SCH-12: neither class starves the other
+            raise ConfigError(
+                f"a step beside decodes takes {self.mixed_budget} tokens: it must hold max_num_seqs "
+                f"({self.max_num_seqs}) decodes and one prefill chunk ({self.prefill_chunk})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """`count` tokens of one session."""
+
+    session: Session
+    count: int
+
+
+class Scheduler:
+    """Every live session is either waiting (no cells) or running (has a sequence in the executor)."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self._waiting: list[Session] = []  # sorted by (priority, arrival)
+        self._running: list[Session] = []  # in order of admission
+        self._rotation: deque[Session] = deque()  # running sessions that still prefill, next to be served first
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices that wait, those of unforked stems included."""
+        return sum(session.draws for session in self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return sum(session.draws for session in self._running)
+
+    def sessions(self) -> Iterable[Session]:
+        return (*self._running, *self._waiting)
+
+    def add_waiting(self, session: Session) -> None:
+        insort(self._waiting, session, key=_rank)
+
+    def add_running(self, session: Session) -> None:
+        """A session that has a sequence already: a fork."""
+        self._running.append(session)
+        if not session.is_decoding:
+            self._rotation.append(session)
+
+    def remove(self, session: Session) -> None:
+        """Forget a finished session wherever it is."""
+        for place in (self._waiting, self._running, self._rotation):
+            if session in place:
+                place.remove(session)
+
+    def next_admissible(self, free_cells: int) -> Session | None:
+        """The waiting session that may run now: always the first by (priority, arrival), never one behind it.
+
+        Optimistic: its tokens must fit beside what running prompts still need, not its whole budget of new ones.
+        The caller opens it, calls `admit`, and asks again.
+        """
+        if not self._waiting:
+            return None
+        session = self._waiting[0]
+        if session.num_in_flight or self.num_running + session.draws > self.limits.max_num_seqs:
+            return None
+        promised = sum(max(other.remaining, DECODE_HEADROOM_CELLS) for other in self._running)
+        return session if promised + len(session.tokens) <= free_cells else None
+
+    def admit(self, session: Session) -> None:
+        """The executor holds a sequence for it now."""
+        self._waiting.remove(session)
+        self.add_running(session)
+
+    def must_preempt(self, free_cells: int) -> bool:
+        """Not every decode has a cell, or nothing that could run has one."""
+        runnable = [session for session in self._running if session.remaining > 0]
+        decodes = sum(session.is_decoding for session in runnable)
+        return bool(runnable) and free_cells < max(decodes, 1)
+
+    def preempt(self) -> Session:
+        """Make the running session that came last of the least urgent a waiting one. The caller closes its sequence."""
+        victim = max((s for s in self._running if s.remaining > 0), key=_rank)
+        self.remove(victim)
+        self.add_waiting(victim)
+        return victim
+
+    def next_takes(self, free_cells: int) -> list[Take]:
+        """Decodes in order of admission, then prefill chunks in the order taken (SCH-8)."""
+        decodes = [session for session in self._running if session.is_decoding]
+        decodes = decodes[: min(self.limits.mixed_budget, free_cells)]
+        budget = self.limits.mixed_budget - len(decodes) if decodes else self.limits.prefill_budget
+        return [Take(session, 1) for session in decodes] + self._prefill_takes(budget, free_cells - len(decodes))
+
+    def _prefill_takes(self, budget: int, free_cells: int) -> list[Take]:
+        """Passes over the rotation, one chunk a session and pass, until a pass makes no progress (SCH-5..7).
+
+        A chunk that does not fit the budget is skipped, a smaller one behind it may go; a chunk that does not fit
+        the cells is cut. A session's chunks of one step are one take.
+        """
+        left = {s: s.remaining for s in self._rotation if s.remaining > 0 and not s.is_decoding}
+        counts: dict[Session, int] = {}
+        progress = True
+        while progress and budget > 0 and free_cells > 0:
+            progress = False
+            for session, remaining in left.items():
+                count = min(self.limits.prefill_chunk, remaining, free_cells)
+                if count == 0 or count > budget:
+                    continue
+                counts[session] = counts.get(session, 0) + count
+                left[session] -= count
+                budget -= count
+                free_cells -= count
+                progress = True
+        unserved = [session for session in left if session not in counts]
+        self._rotation = deque(unserved + [session for session in counts if left[session]])
+        return [Take(session, count) for session, count in counts.items()]
+
+
+def _rank(session: Session) -> tuple[int, int, int]:
+    """Lower runs sooner and is preempted later."""
+    return session.request.priority, session.arrival, session.index

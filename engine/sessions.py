@@ -1,0 +1,126 @@
+"""One choice of a request while the engine works on it: its tokens, how far they are computed, what comes next.
+
+Owned by the engine thread (engine/loop.py). Knows neither cells nor other sessions.
+
+    tokens:   [ prompt ............ | generated ...... ] (in flight)
+    cache:    [ 0 .. num_computed )
+    to run:                [ num_computed .. len(tokens) + num_in_flight )
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.types import Chunk, FinishReason, GenerateRequest, TokenLogprobs
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """A stem draws all `n` first tokens of its request, then is choice 0; every other choice is forked from it."""
+
+    request: GenerateRequest
+    index: int
+    arrival: int
+    """Order of the request's arrival; kept when the session is requeued, so that it is not overtaken."""
+    seed: int
+    """Of this choice: the request's seed + index, wrapped to a signed 64-bit value."""
+    draws: int
+    """Choices this session still stands for: n before the fork, 1 after it."""
+    tokens: list[int]
+    """Prompt and every generated token known to the host."""
+    num_computed: int = 0
+    """Tokens that are in the cache or in a launched step."""
+    num_in_flight: int = 0
+    """Drawn tokens of this session the host has not seen yet; 2 only between a launch and the collect behind it."""
+    executor_id: int | None = None
+    """None while it waits."""
+    finished: FinishReason | None = None
+    reported: bool = False
+    """Whether an update of this choice has gone out."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """By prompt position; filled chunk by chunk, reported with choice 0's first update."""
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens drawn for this choice, those in flight included."""
+        return len(self.tokens) - self.prompt_len + self.num_in_flight
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to run before the next draw; 0 when nothing more will be drawn."""
+        if self.num_generated >= self.request.max_new_tokens and not self.wants_prompt_only:
+            return 0
+        return len(self.tokens) + self.num_in_flight - self.num_computed
+
+    @property
+    def wants_prompt_only(self) -> bool:
+        """Nothing is drawn, but the prompt's log probabilities are asked for and not all there."""
+        return self.request.max_new_tokens == 0 and self.num_computed < self.prompt_len
+
+    @property
+    def is_decoding(self) -> bool:
+        """Its next step feeds back one drawn token. Prompts of one token are prefill (RUN-14)."""
+        return self.num_generated > 0 and self.remaining == 1
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None and not self.reported
+
+    def take(self, count: int) -> Chunk:
+        """The next `count` tokens as a chunk, counted as computed from here on.
+
+        The last chunk draws; a token still on the device is named -1.
+        """
+        assert self.executor_id is not None
+        assert 0 < count <= self.remaining, (count, self.remaining)
+        is_decode, is_last = self.is_decoding, count == self.remaining
+        start, end = self.num_computed, self.num_computed + count
+        tokens = tuple(self.tokens[start:end]) or (-1,)
+        draws = 0
+        if is_last and self.request.max_new_tokens > 0:
+            draws = self.draws if self.num_generated == 0 else 1
+        wanted_rows: Literal["none", "last", "all"] = (
+            "all" if self.wants_prompt_rows and start < self.prompt_len else "last" if draws else "none"
+        )
+        chunk = Chunk(
+            session_id=self.executor_id,
+            tokens=tokens,
+            position=start,
+            wanted_rows=wanted_rows,
+            draws=draws,
+            is_decode=is_decode,
+            following_token=self.request.prompt_token_ids[end] if end < self.prompt_len else -1,
+        )
+        self.num_computed = end
+        self.num_in_flight += 1 if draws else 0
+        return chunk
+
+    def record_prompt_logprobs(self, position: int, values: tuple[TokenLogprobs, ...]) -> None:
+        """`values[i]` is of the prompt token at position + 1 + i; nothing predicts the first one."""
+        if not self.prompt_logprobs:
+            self.prompt_logprobs = [None] * self.prompt_len
+        self.prompt_logprobs[position + 1 : position + 1 + len(values)] = values
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """Add a drawn token of this choice; say whether it ended it. Stop beats length on one token (RUN-19)."""
+        self.num_in_flight -= 1
+        self.tokens.append(token_id)
+        generated = len(self.tokens) - self.prompt_len
+        if token_id in self.request.sampling.stop_token_ids and generated > self.request.sampling.min_tokens:
+            return "stop"
+        return "length" if generated >= self.request.max_new_tokens else None
+
+    def requeue(self) -> None:
+        """Back to waiting, with every token it has; they are computed again when it is admitted."""
+        self.executor_id = None
+        self.num_computed = 0
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """seed + index as a signed 64-bit value (spec api 4.2)."""
+    return (seed + index + 2**63) % 2**64 - 2**63

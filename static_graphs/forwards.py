@@ -1,0 +1,73 @@
+"""Run slices of a packed step through the method table: pad to the method's width, run the body, select rows, run the head.
+
+The same code on every device; a CUDA table replaces the eager body by captured ones. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from cache.step import CellStep
+from static_graphs.methods import Method, StepSlice
+
+
+class Model(Protocol):
+    """What a forward needs of a model; static_graphs/model.py has the real one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep) -> torch.Tensor:
+        """tokens, positions: [W] i64 -> [W, hidden]. Writes the rows' K/V."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, V]."""
+        ...
+
+
+class Forwards:
+    """forward_1 .. forward_N and forward_others over one model, with a count of calls each."""
+
+    def __init__(self, model: Model, methods: Sequence[Method]) -> None:
+        self._model = model
+        self.methods = tuple(methods)
+        self.padding_rows = 0
+        self._calls = [0] * len(self.methods)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    def calls(self) -> tuple[tuple[str, int], ...]:
+        """(method, calls) of every method, narrowest first (RAW-6)."""
+        return tuple((method.name, count) for method, count in zip(self.methods, self._calls, strict=True))
+
+    @torch.inference_mode()
+    def run(
+        self,
+        step_slice: StepSlice,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        step: CellStep,
+        selected: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """One forward.
+
+        tokens, positions: [length] i64 of the slice's real tokens; step: prepared for step_slice.width rows.
+        selected: [R] i64 rows of the slice, any order, repeats allowed; None when no logits are wanted: the head then
+        does not run at all. -> logits [R, V].
+        """
+        padding = step_slice.width - step_slice.length
+        if padding:  # id 0 at position 0 (PAD-6); their K/V goes to the scratch row
+            tokens = torch.nn.functional.pad(tokens, (0, padding))
+            positions = torch.nn.functional.pad(positions, (0, padding))
+        hidden = self._model.hidden(tokens, positions, step)
+        self._calls[step_slice.method] += 1
+        self.padding_rows += padding
+        if selected is None:
+            return None
+        return self._model.logits(hidden.index_select(0, selected))
