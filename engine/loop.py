@@ -86,7 +86,7 @@ class EngineLoop:
 
     def has_work(self) -> bool:
         """Whether another `step` would do anything."""
-        return bool(self._scheduler or self._in_flight or self._updates)
+        return not self._scheduler.is_empty or self._in_flight is not None or bool(self._updates)
 
     def stats(self) -> EngineStats:
         """A snapshot; sums only grow."""
@@ -125,7 +125,7 @@ class EngineLoop:
             self._steps += 1
             self._step_time_s += self._clock() - started
             self._last_step_unix_s = time.time()
-        elif self._scheduler and not self._updates and not preempted:
+        elif not self._scheduler.is_empty and not self._updates and not preempted:
             raise RuntimeError(
                 f"nothing can run: {self._scheduler.num_waiting} waiting and {self._scheduler.num_running} running "
                 f"choices, {self._executor.free_cells} of {self._executor.total_cells} cells free"

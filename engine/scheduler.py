@@ -64,8 +64,9 @@ class Scheduler:
         self._running: list[Session] = []  # in order of admission
         self._rotation: deque[Session] = deque()  # running sessions that still prefill, next to be served first
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting or self._running)
+    @property
+    def is_empty(self) -> bool:
+        return not (self._waiting or self._running)
 
     @property
     def num_waiting(self) -> int:

@@ -1,4 +1,4 @@
-"""Run slices of a packed step through the method table: pad to the method's width, run the body, select rows, run the head.
+"""Run slices of a packed step through the method table: pad to the width, run the body, select rows, run the head.
 
 The same code on every device; a CUDA table replaces the eager body by captured ones. Engine thread only.
 """
