@@ -61,13 +61,19 @@ class Forwards:
         selected: [R] i64 rows of the slice, any order, repeats allowed; None when no logits are wanted: the head then
         does not run at all. -> logits [R, V].
         """
-        padding = step_slice.width - step_slice.length
-        if padding:  # id 0 at position 0 (PAD-6); their K/V goes to the scratch row
-            tokens = torch.nn.functional.pad(tokens, (0, padding))
-            positions = torch.nn.functional.pad(positions, (0, padding))
-        hidden = self._model.hidden(tokens, positions, step)
+        hidden = self._body(step_slice, tokens, positions, step)
         self._calls[step_slice.method] += 1
-        self.padding_rows += padding
+        self.padding_rows += step_slice.width - step_slice.length
         if selected is None:
             return None
         return self._model.logits(hidden.index_select(0, selected))
+
+    def _body(
+        self, step_slice: StepSlice, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep
+    ) -> torch.Tensor:
+        """-> [width, hidden]. Padding rows run id 0 at position 0 (PAD-6); their K/V goes to the scratch row."""
+        padding = step_slice.width - step_slice.length
+        if padding:
+            tokens = torch.nn.functional.pad(tokens, (0, padding))
+            positions = torch.nn.functional.pad(positions, (0, padding))
+        return self._model.hidden(tokens, positions, step)

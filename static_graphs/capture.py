@@ -1,0 +1,93 @@
+"""forward_N as CUDA graphs: the body of every static width captured once, widest first, in one memory pool.
+
+A graph reads its tokens, positions and step from fixed addresses, so one capture serves any mix of sequences and is
+never taken again: the pool grows in place (DESIGN D4). Head and sampler run on the selected rows behind the replay.
+Engine thread only; every launch is on the stream that is current when `capture` is called.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from cache.step import CellStep
+from static_graphs.forwards import Forwards, Model
+from static_graphs.methods import Method, StepSlice
+
+WARMUP_RUNS = 2
+"""Eager runs before a capture: Triton compiles and cuBLAS takes its workspace outside the graph."""
+
+
+class CapturedForwards(Forwards):
+    """A method table whose static methods replay graphs. Until `capture` has run it serves eagerly."""
+
+    def __init__(self, model: Model, methods: Sequence[Method], device: torch.device) -> None:
+        super().__init__(model, methods)
+        widest = max((method.max_tokens for method in methods if method.is_static), default=1)
+        self._tokens = torch.zeros(widest, dtype=torch.int64, device=device)  # [widest]
+        self._positions = torch.zeros(widest, dtype=torch.int64, device=device)  # [widest]
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by width
+        self._hidden: dict[int, torch.Tensor] = {}  # [W, hidden], written by each replay
+        self.captures = 0
+        """Graphs captured since the start: stays at the number of static methods."""
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        prepared_step: Callable[[int], AbstractContextManager[CellStep]],
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        """Capture every static method.
+
+        prepared_step(width): a context that prepares a step of that many rows at the addresses that serving uses,
+        and takes it back.
+        """
+        widths = sorted((method.max_tokens for method in self.methods if method.is_static), reverse=True)
+        memory = torch.cuda.graph_pool_handle()
+        with frozen_garbage():
+            for done, width in enumerate(widths):
+                progress("capturing graphs", done, len(widths))
+                with prepared_step(width) as step:
+                    tokens, positions = self._tokens[:width], self._positions[:width]
+                    for _ in range(WARMUP_RUNS):
+                        self._model.hidden(tokens, positions, step)
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                        self._hidden[width] = self._model.hidden(tokens, positions, step)
+                    self._graphs[width] = graph
+                    self.captures += 1
+            progress("capturing graphs", len(widths), len(widths))
+
+    def _body(
+        self, step_slice: StepSlice, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep
+    ) -> torch.Tensor:
+        graph = self._graphs.get(step_slice.width)
+        if graph is None or not self.methods[step_slice.method].is_static:
+            return super()._body(step_slice, tokens, positions, step)
+        width, length = step_slice.width, step_slice.length
+        self._tokens[:length].copy_(tokens)
+        self._positions[:length].copy_(positions)
+        if length < width:  # every entry is rewritten: a stale one would be another step's (PAD-3)
+            self._tokens[length:width].zero_()
+            self._positions[length:width].zero_()
+        graph.replay()
+        return self._hidden[width]
+
+
+@contextmanager
+def frozen_garbage() -> Iterator[None]:
+    """Keep the collector from freeing device memory in the middle of a capture."""
+    gc.collect()
+    gc.freeze()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+        gc.unfreeze()
