@@ -1,0 +1,213 @@
+"""The caller's half of an engine: what is admitted, whose news is whose, and what phase the engine is in.
+
+Owned by one asyncio thread. A transport (engine/inprocess.py, engine/spawned.py) carries the messages and reports the
+engine's end; nothing here knows how.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config import check_request
+from engine.errors import CellserveError, ConfigError, Draining, EngineUnavailable, ModelError, QueueFull
+from engine.streams import RequestStream
+from engine.types import EngineInfo, EngineStats, ErrorCode, GenerateRequest, Update
+from engine.wire import Cancel, Failed, FromEngine, Progress, Ready, Step, Submit, ToEngine
+
+STOP_GRACE_S = 5.0
+"""How long an engine that was told to stop may take before it is ended from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePhase:
+    """starting -> ready -> draining -> dead; dead may follow any of them, and `start` leads from dead to starting."""
+
+    name: Literal["starting", "ready", "draining", "dead"]
+    text: str = ""
+    """While starting: what is being done."""
+    done: int = 0
+    of: int = 0
+    """While starting: `done` of `of` pieces of it; 0 of 0 when it cannot be counted."""
+    reason: str = ""
+    """When dead: why. For operators; callers are told no more than that the engine has stopped."""
+
+
+class EngineClient(ABC):
+    """One engine as the server sees it. All methods belong to the asyncio thread that called `start`."""
+
+    def __init__(self) -> None:
+        self._phase = EnginePhase("starting", text="not started")
+        self._stats = EngineStats()
+        self._info: EngineInfo | None = None
+        self._refusal: Failed | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._cancelled: set[str] = set()
+        self._num_outstanding = 0
+        self._moved_at_s = time.monotonic()
+        self._has_started = asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._stopping = asyncio.Lock()
+
+    @property
+    def phase(self) -> EnginePhase:
+        return self._phase
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step; all zero before the first."""
+        return self._stats
+
+    @property
+    def info(self) -> EngineInfo:
+        """Constant once the engine has been ready. Raises EngineUnavailable before."""
+        if self._info is None:
+            raise EngineUnavailable("the engine is not loaded")
+        return self._info
+
+    @property
+    def num_outstanding(self) -> int:
+        """Choices that were admitted and have not had their last update."""
+        return self._num_outstanding
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds of work outstanding without a sign of life from the engine; 0 while there is nothing to do."""
+        return time.monotonic() - self._moved_at_s if self._num_outstanding else 0.0
+
+    async def start(self) -> None:
+        """Launch the engine and return at once; `phase` and `wait_ready` tell the rest. A dead engine starts anew."""
+        await self._end()
+        await self._launch()
+
+    async def wait_ready(self) -> EngineInfo:
+        """Raises ConfigError or ModelError as the load did, EngineUnavailable when the engine ended otherwise."""
+        await self._has_started.wait()
+        if self._refusal is not None and self._refusal.kind != "engine":
+            kinds: dict[str, type[CellserveError]] = {"config": ConfigError, "model": ModelError}
+            raise kinds[self._refusal.kind](self._refusal.reason)
+        if self._phase.name == "dead":
+            raise EngineUnavailable(f"the engine has stopped: {self._phase.reason}")
+        return self.info
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        """Admit the request and return its stream. A refusal comes here, before anything was sent, or never.
+
+        Raises RequestTooLong, RequestTooLarge, QueueFull, Draining or EngineUnavailable.
+        """
+        match self._phase.name:
+            case "starting":
+                raise EngineUnavailable("the engine is still loading")
+            case "draining":
+                raise Draining("the server is shutting down and takes nothing new")
+            case "dead":
+                raise EngineUnavailable("the engine has stopped")
+        check_request(self.info, request)
+        capacity = self.info.max_num_seqs + self.info.max_waiting
+        if self._num_outstanding + request.n > capacity:
+            raise QueueFull(
+                f"{self._num_outstanding} of {capacity} sequences are running or queued: {request.n} more do not fit"
+            )
+        assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
+        self._send(Submit(request))
+        if not self._num_outstanding:
+            self._moved_at_s = time.monotonic()  # before it, silence meant that there was nothing to do
+        stream = RequestStream(request.request_id, request.n, self.cancel)
+        self._streams[request.request_id] = stream
+        self._num_outstanding += request.n
+        self._is_idle.clear()
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """End the request's open choices behind the step in flight. Unknown, finished and cancelled ids are ignored."""
+        if request_id in self._streams and request_id not in self._cancelled:
+            self._cancelled.add(request_id)
+            self._send(Cancel(request_id))
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Take nothing new, let what runs finish for up to `drain_s`, fail the rest, and end the engine.
+
+        Repeating it is harmless; a second call with a shorter time cuts the first one's short.
+        """
+        if self._phase.name in ("starting", "ready"):
+            self._enter(EnginePhase("draining"))
+        try:
+            async with asyncio.timeout(drain_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            self._fail_streams("the server is shutting down", "shutting_down")
+        async with self._stopping:
+            await self._end()
+        self._died("shut down")
+
+    # --- the transport's side ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def _launch(self) -> None:
+        """Bring an engine to life. Its messages go to `_receive` and its end to `_died`, on the asyncio thread."""
+
+    @abstractmethod
+    def _send(self, message: ToEngine) -> None:
+        """Queue a message; never waits. To an engine that is gone, it does nothing."""
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """End the engine and give everything back, whatever state either is in. Repeating it does nothing."""
+
+    def _begin(self, text: str) -> None:
+        """A new engine is about to live: forget the one before it."""
+        assert not self._streams
+        self._stats, self._info, self._refusal = EngineStats(), None, None
+        self._has_started.clear()
+        self._enter(EnginePhase("starting", text=text))
+
+    def _receive(self, message: FromEngine) -> None:
+        self._moved_at_s = time.monotonic()
+        match message:
+            case Step(updates, stats):
+                self._stats = stats
+                for update in updates:
+                    self._deliver(update)
+            case Progress(text, done, of):
+                if self._phase.name == "starting":
+                    self._enter(EnginePhase("starting", text=text, done=done, of=of))
+            case Ready(info):
+                if self._phase.name == "starting":
+                    self._info = info
+                    self._enter(EnginePhase("ready"))
+            case Failed():
+                self._refusal = message
+                self._died(message.reason)
+
+    def _died(self, reason: str) -> None:
+        """The engine is gone. Only the first reason counts; every open stream ends here."""
+        if self._phase.name == "dead":
+            return
+        self._enter(EnginePhase("dead", reason=reason))
+        self._fail_streams("the engine has stopped", "engine_unavailable")
+
+    def _deliver(self, update: Update) -> None:
+        stream = self._streams.get(update.request_id)
+        if stream is None or not stream.push(update) or update.finish is None:
+            return
+        self._num_outstanding -= 1
+        if stream.open_choices:
+            return
+        del self._streams[update.request_id]
+        self._cancelled.discard(update.request_id)
+        if not self._streams:
+            self._is_idle.set()
+
+    def _fail_streams(self, error: str, code: ErrorCode) -> None:
+        for stream in list(self._streams.values()):
+            for index in sorted(stream.open_choices):
+                self._deliver(Update(stream.request_id, index=index, finish="failed", error=error, error_code=code))
+
+    def _enter(self, phase: EnginePhase) -> None:
+        self._phase = phase
+        if phase.name != "starting":
+            self._has_started.set()

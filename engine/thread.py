@@ -1,0 +1,73 @@
+"""The engine thread: load, then drain the inbox, step, send, until told to stop.
+
+The same code in a process of its own and in the server's. It owns the loop and everything below it; others reach it
+through an `Inbox` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.errors import ConfigError, ModelError
+from engine.loop import EngineLoop
+from engine.types import EngineInfo
+from engine.wire import Cancel, Failed, FromEngine, Progress, Ready, Start, Step, Stop, Submit, ToEngine
+
+ProgressCallback = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, of how much)"""
+
+Build = Callable[[ProgressCallback], tuple[EngineLoop, EngineInfo]]
+"""Loads an engine. Raises ConfigError or ModelError when that cannot work."""
+
+log = logging.getLogger(__name__)
+
+
+class Inbox(Protocol):
+    """Messages in the order they were sent."""
+
+    def take(self, *, wait: bool) -> list[ToEngine]:
+        """All that have come; with `wait`, sleep until there is at least one."""
+        ...
+
+
+def run_engine(build: Build, inbox: Inbox, send: Callable[[FromEngine], None]) -> bool:
+    """Live one engine's life; whether it ended because it was told to. Every other end is sent as `Failed`."""
+    try:
+        loop, info = build(lambda text, done, of: send(Progress(text, done, of)))
+    except ConfigError as error:
+        send(Failed("config", str(error)))
+        return False
+    except ModelError as error:
+        send(Failed("model", str(error)))
+        return False
+    except Exception as error:
+        log.exception("the engine could not be loaded")
+        send(Failed("engine", f"the load failed with {type(error).__name__}: {error}"))
+        return False
+    send(Ready(info))
+    try:
+        _serve(loop, inbox, send)
+    except Exception as error:
+        log.exception("the engine stopped")
+        send(Failed("engine", f"a step failed with {type(error).__name__}: {error}"))
+        return False
+    return True
+
+
+def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -> None:
+    while True:
+        for message in inbox.take(wait=not loop.has_work()):
+            match message:
+                case Submit(request):
+                    loop.submit(request)
+                case Cancel(request_id):
+                    loop.cancel(request_id)
+                case Stop():
+                    return
+                case Start():
+                    raise RuntimeError("told to start twice")
+        if loop.has_work():
+            updates = loop.step()
+            send(Step(tuple(updates), loop.stats()))

@@ -1,0 +1,97 @@
+"""The messages between a client and its engine, and their bytes. Typed at both ends; nothing is ever unpickled.
+
+to the engine:    Start, then Submit / Cancel in any number, then Stop
+from the engine:  Progress in any number, then Ready, then a Step a step; Failed ends one that cannot go on
+
+An in-process engine gets the same objects without the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.types import EngineInfo, EngineStats, GenerateRequest, Update
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """Load this. The first message, once."""
+
+    config: EngineConfig
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """Run this request; the client has admitted it."""
+
+    request: GenerateRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """End this request's open choices. An id that is not known is ignored: it may have just finished."""
+
+    request_id: str
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """End now. What still runs is dropped without a word: the client has told its callers."""
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """How far the load is: `done` of `of` things named by `text`."""
+
+    text: str
+    done: int
+    of: int
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Requests may come."""
+
+    info: EngineInfo
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """All news of one step. Sent without updates too, so that a long prefill is seen to move."""
+
+    updates: tuple[Update, ...]
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The engine ends. config and model: the load was refused and `reason` is the error's own message."""
+
+    kind: Literal["config", "model", "engine"]
+    reason: str
+
+
+ToEngine = Start | Submit | Cancel | Stop
+FromEngine = Progress | Ready | Step | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+class Garbled(Exception):
+    """The bytes are no message of this version: the other end is broken or another program."""
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """OverflowError for an integer beyond 64 bits; a request is checked against that before it gets here."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    try:
+        return _to_engine.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Garbled(str(error)) from error
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    try:
+        return _from_engine.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Garbled(str(error)) from error

@@ -1,0 +1,260 @@
+"""A torch-free executor that answers from a script, and clients around it. For every test that needs no model.
+
+The executor keeps the whole contract of engine/executor.py: sessions share cells by reference, a step claims one cell
+a token, tokens may be named -1, draws are answered in order of choice. On top of it a test can freeze a step, fail one,
+and read what was asked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.client import InProcessClient
+from engine.errors import SessionsExhausted, StepFailed
+from engine.loop import EngineLoop
+from engine.scheduler import SchedulerLimits
+from engine.types import Batch, Chunk, ChunkOutput, EngineInfo, SamplingParams, StepOutput, TokenLogprobs
+
+Answer = Callable[[tuple[int, ...], tuple[int, ...], int], int]
+"""(prompt, generated so far, seed of the choice) -> the next token."""
+
+GATE_TIMEOUT_S = 20.0
+"""A test that waits longer than this for the other thread has failed."""
+
+
+def count_up(prompt: tuple[int, ...], generated: tuple[int, ...], seed: int) -> int:
+    """After (5, 6) come 7, 8, 9, ..."""
+    return (prompt + generated)[-1] + 1
+
+
+def from_script(answers: Mapping[Sequence[int], Sequence[int]], *, then: Answer = count_up) -> Answer:
+    """Prompt -> its whole answer. Other prompts, and what follows an answer's end, are up to `then`."""
+    script = {tuple(prompt): tuple(answer) for prompt, answer in answers.items()}
+
+    def answer(prompt: tuple[int, ...], generated: tuple[int, ...], seed: int) -> int:
+        tokens = script.get(prompt, ())
+        return tokens[len(generated)] if len(generated) < len(tokens) else then(prompt, generated, seed)
+
+    return answer
+
+
+@dataclass
+class ScriptedSession:
+    """What the executor knows of one session."""
+
+    params: SamplingParams
+    seed: int
+    prompt: tuple[int, ...]
+    generated: list[int]
+    """Drawn by this session or given at its opening: what -1 is read from."""
+    cells: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """tokens[i] is in cells[i]."""
+
+
+@dataclass
+class ScriptedInFlight:
+    batch: Batch
+    output: StepOutput
+    error: Exception | None = None
+
+
+class ScriptedExecutor:
+    """Implements `Executor`. Counters and gates may be used from any thread, the rest from the engine's alone."""
+
+    def __init__(
+        self, answer: Answer = count_up, *, cells: int = 4096, max_sessions: int = 64, overlaps: bool = False
+    ) -> None:
+        self.answer = answer
+        self.overlaps = overlaps
+        self.total_cells = cells
+        self.max_sessions = max_sessions
+        self.padding_rows = 0
+        self.sessions: dict[int, ScriptedSession] = {}
+        self.opened = 0
+        """Sessions opened or cloned since the start."""
+        self.closed = 0
+        self.batches: list[Batch] = []
+        """Every batch that was launched, in order."""
+        self._owners: Counter[int] = Counter()  # cell -> sessions that hold it
+        self._failures: dict[int, Exception] = {}  # launch number, from 1
+        self._session_failures: dict[tuple[int, ...], str] = {}  # prompt
+        self._gate = threading.Condition()
+        self._permits: int | None = None  # None: open
+        self._waiting = False
+
+    # --- what tests ask ---------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Freeze the next collect until `release`."""
+        with self._gate:
+            self._permits = 0
+
+    def release(self, steps: int | None = None) -> None:
+        """Let `steps` collects pass and freeze the one behind them; None lets all pass."""
+        with self._gate:
+            self._permits = steps
+            self._gate.notify_all()
+
+    def wait_held(self) -> None:
+        """Return once the engine thread stands in a frozen collect. From asyncio: `await asyncio.to_thread(...)`."""
+        with self._gate:
+            if not self._gate.wait_for(lambda: self._waiting and self._permits == 0, GATE_TIMEOUT_S):
+                raise TimeoutError("no step was frozen")
+
+    def fail_step(self, number: int, error: Exception | None = None) -> None:
+        """Launch `number`, counted from 1 since the executor's start, fails in its collect, with StepFailed by default.
+
+        Any other error is one that nobody handles: it ends the engine.
+        """
+        self._failures[number] = StepFailed("a scripted failure") if error is None else error
+
+    def fail_session(self, prompt: Sequence[int], error: str = "a scripted failure") -> None:
+        """Sessions of this prompt fail with their next step; the others in it stand."""
+        self._session_failures[tuple(prompt)] = error
+
+    # --- Executor ---------------------------------------------------------------------------------------------------
+
+    @property
+    def free_cells(self) -> int:
+        return self.total_cells - len(self._owners)
+
+    def method_calls(self) -> tuple[tuple[str, int], ...]:
+        return (("forward_others", len(self.batches)),)
+
+    def open_session(
+        self, params: SamplingParams, *, seed: int, prompt: Sequence[int], generated: Sequence[int] = ()
+    ) -> int:
+        if len(self.sessions) == self.max_sessions:
+            raise SessionsExhausted(f"all {self.max_sessions} sessions are open")
+        self.opened += 1
+        self.sessions[self.opened] = ScriptedSession(params, seed, tuple(prompt), list(generated))
+        return self.opened
+
+    def clone_session(
+        self,
+        source: int,
+        upto: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+    ) -> int:
+        origin = self.sessions[source]
+        assert 0 <= upto <= len(origin.cells), (upto, len(origin.cells))
+        clone = self.sessions[self.open_session(params, seed=seed, prompt=prompt, generated=generated)]
+        clone.cells, clone.tokens = origin.cells[:upto], origin.tokens[:upto]
+        self._owners.update(clone.cells)
+        return self.opened
+
+    def close_session(self, session_id: int) -> None:
+        session = self.sessions.pop(session_id, None)
+        if session is None:
+            return
+        self.closed += 1
+        self._owners.subtract(session.cells)
+        self._owners += Counter()  # drops the cells that nobody holds
+
+    def launch(self, batch: Batch) -> ScriptedInFlight:
+        if batch.num_tokens > self.free_cells:
+            raise StepFailed(f"a {batch.num_tokens}-token step does not fit: {self.free_cells} cells free")
+        self.batches.append(batch)
+        output = StepOutput(tuple(self._run(chunk) for chunk in batch.chunks))
+        return ScriptedInFlight(batch, output, self._failures.pop(len(self.batches), None))
+
+    def collect(self, in_flight: ScriptedInFlight) -> StepOutput:
+        self._pass_gate()
+        if in_flight.error is not None:
+            raise in_flight.error
+        return in_flight.output
+
+    def _run(self, chunk: Chunk) -> ChunkOutput:
+        session = self.sessions[chunk.session_id]
+        assert chunk.position == len(session.tokens), "a chunk starts where its session ends"
+        tokens = [session.generated[-1] if token == -1 else token for token in chunk.tokens]
+        session.tokens += tokens
+        session.cells += self._claim(len(tokens))
+        error = self._session_failures.get(session.prompt)
+        if error is not None:
+            return ChunkOutput(chunk.session_id, error=error)
+        generated = tuple(session.tokens[len(session.prompt) :])
+        draws = chunk.draws if chunk.wanted_rows != "none" else 0
+        drawn = tuple(self.answer(session.prompt, generated, session.seed + draw) for draw in range(draws))
+        session.generated += drawn[:1]
+        return ChunkOutput(
+            chunk.session_id,
+            token_ids=drawn,
+            logprobs=self._logprobs(drawn, session.params.logprobs),
+            prompt_logprobs=self._prompt_logprobs(chunk, session) if chunk.wanted_rows == "all" else None,
+        )
+
+    def _claim(self, count: int) -> list[int]:
+        """The `count` lowest free cells."""
+        cells: list[int] = []
+        candidate = 0
+        while len(cells) < count:
+            if candidate not in self._owners:
+                cells.append(candidate)
+            candidate += 1
+        self._owners.update(cells)
+        return cells
+
+    def _logprobs(self, tokens: Sequence[int], alternatives: int | None) -> tuple[TokenLogprobs, ...] | None:
+        """Every token drawn had logprob -1; the alternatives are it and the ids behind it, each 1 less likely."""
+        if alternatives is None:
+            return None
+        return tuple(
+            TokenLogprobs(token, -1.0, tuple((token + rank, -1.0 - rank) for rank in range(alternatives)))
+            for token in tokens
+        )
+
+    def _prompt_logprobs(self, chunk: Chunk, session: ScriptedSession) -> tuple[TokenLogprobs, ...] | None:
+        following = [*chunk.tokens[1:], *([chunk.following_token] if chunk.following_token >= 0 else [])]
+        return self._logprobs(following, session.params.prompt_logprobs)
+
+    def _pass_gate(self) -> None:
+        with self._gate:
+            self._waiting = True
+            self._gate.notify_all()
+            passed = self._gate.wait_for(lambda: self._permits is None or self._permits > 0, GATE_TIMEOUT_S)
+            self._waiting = False
+            if not passed:
+                raise TimeoutError("a frozen step was never released")
+            if self._permits is not None:
+                self._permits -= 1
+
+
+def scripted_info(**changes: object) -> EngineInfo:
+    """A model of 1,000 ids and 512 positions; `changes` name fields of EngineInfo."""
+    values: dict[str, object] = {
+        "model": "scripted",
+        "architecture": "ScriptedForCausalLM",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "vocab_size": 1000,
+        "kv_cells": 4096,
+        "max_num_seqs": 8,
+        "max_waiting": 8,
+        "widths": (),
+        "eos_token_ids": (0,),
+        "tokenizer_dir": None,
+        "created_s": 1_700_000_000,
+    }
+    return EngineInfo(**(values | changes))  # type: ignore[arg-type]
+
+
+def scripted_loop(executor: ScriptedExecutor, info: EngineInfo) -> EngineLoop:
+    limits = SchedulerLimits(max_num_seqs=info.max_num_seqs, prefill_budget=512, mixed_budget=512, prefill_chunk=128)
+    return EngineLoop(executor, limits)
+
+
+def scripted_client(executor: ScriptedExecutor | None = None, **info_changes: object) -> InProcessClient:
+    """An in-process client, not started; `info_changes` as in `scripted_info`."""
+    executor = ScriptedExecutor() if executor is None else executor
+    info = scripted_info(**({"kv_cells": executor.total_cells} | info_changes))
+    return InProcessClient(lambda progress: (scripted_loop(executor, info), info))
