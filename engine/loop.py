@@ -125,7 +125,7 @@ class EngineLoop:
             self._steps += 1
             self._step_time_s += self._clock() - started
             self._last_step_unix_s = time.time()
-        elif not self._scheduler.is_empty and not self._updates and not preempted:
+        elif launched is None and not (self._scheduler.is_empty or self._updates or preempted):
             raise RuntimeError(
                 f"nothing can run: {self._scheduler.num_waiting} waiting and {self._scheduler.num_running} running "
                 f"choices, {self._executor.free_cells} of {self._executor.total_cells} cells free"

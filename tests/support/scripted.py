@@ -175,7 +175,8 @@ class ScriptedExecutor:
     def _run(self, chunk: Chunk) -> ChunkOutput:
         session = self.sessions[chunk.session_id]
         assert chunk.position == len(session.tokens), "a chunk starts where its session ends"
-        tokens = [session.generated[-1] if token == -1 else token for token in chunk.tokens]
+        last = session.generated[-1] if session.generated else -1  # none where the step that drew it failed
+        tokens = [last if token == -1 else token for token in chunk.tokens]
         session.tokens += tokens
         session.cells += self._claim(len(tokens))
         error = self._session_failures.get(session.prompt)

@@ -1,0 +1,295 @@
+"""The engine's turn on a scripted executor: what every request is owed, whatever else runs beside it."""
+
+import random
+
+import pytest
+
+from engine.loop import EngineLoop
+from engine.scheduler import SchedulerLimits
+from engine.types import GenerateRequest, SamplingParams
+from support.scripted import ScriptedExecutor
+
+
+class Engine:
+    """A loop, and everything it has said so far."""
+
+    def __init__(self, executor, *, seqs=4, budget=16, chunk=4, clock=lambda: 0.0):
+        self.executor = executor
+        limits = SchedulerLimits(
+            max_num_seqs=seqs, prefill_budget=budget, mixed_budget=seqs + budget, prefill_chunk=chunk
+        )
+        self.loop = EngineLoop(executor, limits, clock=clock)
+        self.updates = []
+
+    def submit(self, name, prompt, **fields):
+        sampling = SamplingParams(**fields.pop("sampling", {}))
+        self.loop.submit(GenerateRequest(name, tuple(prompt), sampling=sampling, **fields))
+
+    def step(self):
+        news = self.loop.step()
+        self.updates += news
+        return news
+
+    def run(self, limit=10_000):
+        while self.loop.has_work():
+            self.step()
+            limit -= 1
+            assert limit, "the engine does not come to an end"
+        return self
+
+    def of(self, name, index=0):
+        return [update for update in self.updates if (update.request_id, update.index) == (name, index)]
+
+    def tokens(self, name, index=0):
+        return [token for update in self.of(name, index) for token in update.token_ids]
+
+    def finish(self, name, index=0):
+        ends = [update.finish for update in self.of(name, index) if update.finish]
+        assert len(ends) == 1, ends
+        assert self.of(name, index)[-1].finish == ends[0], "nothing follows an end"
+        return ends[0]
+
+    def holds_nothing(self):
+        return self.executor.free_cells == self.executor.total_cells and not self.executor.sessions
+
+
+@pytest.fixture(params=[False, True], ids=["back-to-back", "overlapped"])
+def overlaps(request):
+    return request.param
+
+
+def test_a_request_gets_its_tokens_and_one_end(overlaps):
+    engine = Engine(ScriptedExecutor(overlaps=overlaps))
+    engine.submit("a", (5, 6), max_new_tokens=3)
+    engine.run()
+    assert (engine.tokens("a"), engine.finish("a")) == ([7, 8, 9], "length")
+    assert engine.holds_nothing()
+
+
+def test_run_19_a_stop_token_is_delivered_and_beats_the_length(overlaps):
+    engine = Engine(ScriptedExecutor(overlaps=overlaps))
+    engine.submit("a", (5,), max_new_tokens=3, sampling={"stop_token_ids": (8,)})
+    engine.run()
+    assert (engine.tokens("a"), engine.finish("a"), engine.of("a")[-1].stop_token_id) == ([6, 7, 8], "stop", 8)
+
+
+def test_a_row_behind_an_unseen_stop_is_wasted_and_never_delivered():
+    engine = Engine(ScriptedExecutor(overlaps=True))
+    engine.submit("a", (5,), max_new_tokens=9, sampling={"stop_token_ids": (6,)})
+    engine.run()
+    assert engine.tokens("a") == [6]
+    assert [len(batch.chunks) for batch in engine.executor.batches] == [1, 1]
+    assert engine.holds_nothing()
+
+
+def test_overlap_launches_the_next_step_before_the_last_ids_are_known():
+    engine = Engine(ScriptedExecutor(overlaps=True))
+    engine.submit("a", (5,), max_new_tokens=3)
+    assert engine.step() == []
+    engine.step()
+    assert engine.executor.batches[1].chunks[0].tokens == (-1,)
+
+
+def test_min_tokens_come_before_any_stop(overlaps):
+    engine = Engine(ScriptedExecutor(overlaps=overlaps))
+    engine.submit("a", (5,), max_new_tokens=4, sampling={"stop_token_ids": (6, 7, 8), "min_tokens": 2})
+    engine.run()
+    assert engine.tokens("a") == [6, 7, 8]
+
+
+def test_n_choices_share_one_prefill_and_draw_from_their_own_seeds(overlaps):
+    executor = ScriptedExecutor(lambda prompt, generated, seed: 100 * seed + len(generated), overlaps=overlaps)
+    engine = Engine(executor)
+    engine.submit("a", range(9), n=3, max_new_tokens=2, sampling={"seed": 4})
+    engine.run()
+    assert [engine.tokens("a", index) for index in range(3)] == [[400, 401], [500, 501], [600, 601]]
+    assert engine.loop.stats().prompt_tokens == 9
+    assert engine.holds_nothing()
+
+
+def test_a_first_token_that_stops_one_choice_leaves_the_others_running(overlaps):
+    executor = ScriptedExecutor(lambda prompt, generated, seed: seed if not generated else 50, overlaps=overlaps)
+    engine = Engine(executor)
+    engine.submit("a", range(3), n=3, max_new_tokens=2, sampling={"seed": 0, "stop_token_ids": (0,)})
+    engine.run()
+    assert [engine.tokens("a", index) for index in range(3)] == [[0], [1, 50], [2, 50]]
+    assert [engine.finish("a", index) for index in range(3)] == ["stop", "length", "length"]
+    assert engine.holds_nothing()
+
+
+def test_nothing_to_draw_and_nothing_to_score_ends_without_a_step():
+    engine = Engine(ScriptedExecutor())
+    engine.submit("a", (5, 6), n=2, max_new_tokens=0)
+    engine.run()
+    assert [engine.finish("a", index) for index in range(2)] == ["length", "length"]
+    assert engine.executor.batches == []
+
+
+@pytest.mark.parametrize("max_new", [0, 2])
+def test_prompt_logprobs_come_once_and_cover_every_chunk(overlaps, max_new):
+    engine = Engine(ScriptedExecutor(overlaps=overlaps))
+    engine.submit("a", range(10, 19), max_new_tokens=max_new, sampling={"prompt_logprobs": 1, "logprobs": 0})
+    engine.run()
+    first, *others = engine.of("a")
+    assert [entry and entry.token_id for entry in first.prompt_logprobs] == [None, *range(11, 19)]
+    assert all(update.prompt_logprobs is None for update in others)
+    assert engine.finish("a") == "length"
+
+
+def test_a_cancelled_request_ends_once_for_each_choice_and_frees_its_cells(overlaps):
+    engine = Engine(ScriptedExecutor(overlaps=overlaps))
+    engine.submit("a", range(30), n=2, max_new_tokens=9)
+    engine.submit("b", (1, 2), max_new_tokens=4)
+    engine.step()
+    engine.loop.cancel("a")
+    engine.loop.cancel("a")
+    engine.run()
+    assert [engine.finish("a", index) for index in range(2)] == ["cancelled", "cancelled"]
+    assert engine.tokens("b") == [3, 4, 5, 6]
+    assert engine.holds_nothing()
+
+
+def test_a_cancelled_choice_that_waits_leaves_the_queue():
+    engine = Engine(ScriptedExecutor(), seqs=1)
+    engine.submit("a", (1,), max_new_tokens=5)
+    engine.submit("b", (2,), max_new_tokens=5)
+    engine.step()
+    engine.loop.cancel("b")
+    assert engine.loop.stats().waiting == 0
+    engine.run()
+    assert engine.finish("b") == "cancelled"
+
+
+def test_a_deadline_ends_a_request_wherever_it_is():
+    now = [0.0]
+    engine = Engine(ScriptedExecutor(), seqs=1, clock=lambda: now[0])
+    engine.submit("running", (1,), max_new_tokens=50, deadline_s=5.0)
+    engine.submit("waiting", (2,), max_new_tokens=50, deadline_s=5.0)
+    engine.submit("patient", (3,), max_new_tokens=2)
+    engine.step()
+    now[0] = 6.0
+    engine.run()
+    for name in ("running", "waiting"):
+        assert engine.finish(name) == "failed"
+        assert engine.of(name)[-1].error_code == "deadline_exceeded"
+        assert "5.0 s" in engine.of(name)[-1].error
+    assert engine.finish("patient") == "length"
+
+
+def test_a_failed_step_ends_its_sessions_and_the_engine_goes_on(overlaps):
+    executor = ScriptedExecutor(overlaps=overlaps)
+    executor.fail_step(2)
+    engine = Engine(executor, seqs=2)
+    engine.submit("a", (1,), max_new_tokens=5)
+    engine.submit("b", (2,), max_new_tokens=5)
+    engine.submit("later", (3,), max_new_tokens=2)
+    engine.run()
+    assert [engine.finish(name) for name in ("a", "b", "later")] == ["failed", "failed", "length"]
+    assert engine.of("a")[-1].error_code == "step_failed"
+    assert engine.loop.stats().steps_failed == 1
+    assert engine.holds_nothing()
+
+
+def test_x_10_one_session_that_fails_ends_alone(overlaps):
+    executor = ScriptedExecutor(overlaps=overlaps)
+    executor.fail_session((1,), "this one cannot go on")
+    engine = Engine(executor)
+    engine.submit("a", (1,), max_new_tokens=5)
+    engine.submit("b", (2,), max_new_tokens=3)
+    engine.run()
+    assert (engine.finish("a"), engine.of("a")[-1].error) == ("failed", "this one cannot go on")
+    assert engine.tokens("b") == [3, 4, 5]
+    assert engine.holds_nothing()
+
+
+def test_preemption_loses_no_token_and_repeats_none(overlaps):
+    engine = Engine(ScriptedExecutor(cells=24, overlaps=overlaps))
+    for name, start in (("a", 100), ("b", 200)):
+        engine.submit(name, range(start, start + 3), max_new_tokens=20)
+    engine.run()
+    assert engine.loop.stats().preemptions > 0
+    assert engine.tokens("a") == list(range(103, 123))
+    assert engine.tokens("b") == list(range(203, 223))
+    assert engine.holds_nothing()
+
+
+def test_the_urgent_request_is_not_the_one_that_is_preempted():
+    engine = Engine(ScriptedExecutor(cells=24))
+    engine.submit("later", range(3), max_new_tokens=20, priority=1)
+    engine.step()
+    engine.submit("urgent", range(100, 103), max_new_tokens=20, priority=0)
+    engine.run()
+    ends = [update.request_id for update in engine.updates if update.finish]
+    assert ends == ["urgent", "later"]
+
+
+def test_an_engine_that_cannot_move_says_so():
+    engine = Engine(ScriptedExecutor(cells=4))
+    engine.submit("too big", range(9), max_new_tokens=1)
+    with pytest.raises(RuntimeError, match="1 waiting and 0 running choices, 4 of 4 cells free"):
+        engine.step()
+
+
+def test_everything_open_can_be_failed_at_once(overlaps):
+    engine = Engine(ScriptedExecutor(overlaps=overlaps), seqs=1)
+    engine.submit("a", (1,), max_new_tokens=5)
+    engine.submit("b", (2,), n=1, max_new_tokens=5)
+    engine.step()
+    engine.loop.fail_all("going away", "shutting_down")
+    engine.run()
+    assert [engine.of(name)[-1].error_code for name in ("a", "b")] == ["shutting_down", "shutting_down"]
+    assert engine.holds_nothing()
+
+
+def hashed(prompt, generated, seed):
+    """A next token that depends on everything before it."""
+    return hash((prompt, generated, seed)) % 97
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_x_11_any_mix_gives_each_request_what_it_gets_alone(seed, overlaps):
+    """Random prompts, forks, stops, priorities and cancels over too few cells; at the end nothing is held."""
+    rng = random.Random(seed)
+    executor = ScriptedExecutor(hashed, cells=60, overlaps=overlaps)
+    engine = Engine(executor, seqs=rng.randint(3, 6), budget=rng.randint(4, 20), chunk=rng.randint(1, 4))
+    expected, cancelled, submitted = {}, set(), []
+    while len(submitted) < 25 or engine.loop.has_work():
+        if len(submitted) < 25 and rng.random() < 0.5:
+            name = str(len(submitted))
+            prompt = tuple(rng.randrange(97) for _ in range(rng.randint(1, 25)))
+            n, new, root = rng.choice([1, 1, 1, 3]), rng.randint(1, 25), rng.randrange(1000)
+            stops = tuple(rng.sample(range(97), 4))
+            engine.submit(
+                name,
+                prompt,
+                n=n,
+                max_new_tokens=new,
+                priority=rng.randint(0, 2),
+                sampling={"seed": root, "stop_token_ids": stops},
+            )
+            submitted.append(name)
+            expected[name] = [alone(prompt, root + index, new, stops) for index in range(n)]
+        if submitted and rng.random() < 0.05:
+            name = rng.choice(submitted)
+            cancelled.add(name)
+            engine.loop.cancel(name)
+        if engine.loop.has_work():
+            engine.step()
+    for name, choices in expected.items():
+        for index, tokens in enumerate(choices):
+            if engine.finish(name, index) == "cancelled":
+                assert name in cancelled
+                assert engine.tokens(name, index) == tokens[: len(engine.tokens(name, index))]
+            else:
+                assert engine.tokens(name, index) == tokens
+    assert engine.holds_nothing()
+    assert executor.opened == executor.closed
+
+
+def alone(prompt, seed, new, stops):
+    generated = ()
+    while len(generated) < new:
+        generated += (hashed(prompt, generated, seed),)
+        if generated[-1] in stops:
+            break
+    return list(generated)
