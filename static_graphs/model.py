@@ -1,0 +1,197 @@
+"""A transformers model bound to the cell cache: the body and the head as two calls over packed rows.
+
+The module is transformers' own, unmodified. `load_model` reads it (loading.py), fixes its rotary frequencies (rope.py),
+binds its attention and proves the binding on a few tokens (binding.py), or refuses the model by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cache.geometry import Geometry
+from cache.step import CellStep
+from static_graphs.binding import bind
+from static_graphs.load_errors import ModelLoadError, UnsupportedModel
+from static_graphs.loading import (
+    LoadFormat,
+    Source,
+    default_model,
+    export_tokenizer,
+    generation_defaults,
+    load_config,
+    load_module,
+    load_tokenizer,
+    locate,
+    random_module,
+)
+from static_graphs.rope import fix_frequencies
+
+__all__ = [
+    "LoadedModel",
+    "ModelLoadError",
+    "UnsupportedModel",
+    "default_model",
+    "export_tokenizer",
+    "load_model",
+    "model_from_config",
+]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """One model, ready to run steps. Engine thread only; calls need inference mode or no_grad around them."""
+
+    module: Any
+    """The transformers CausalLM: eval mode, on `device`, its attention bound to cells."""
+    body: torch.nn.Module
+    """The part of `module` before its head."""
+    head: torch.nn.Module
+    """`module`'s own forward over hidden rows in place of the body's output. Shares its weights."""
+    geometry: Geometry
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    """Columns of the logits."""
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    defaults: Mapping[str, float]
+    """Sampling values that the model's generation_config.json writes down, by SamplingParams name."""
+    architecture: str
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep) -> torch.Tensor:
+        """tokens, positions: [W] i64 of the step's rows, padding included -> [W, hidden]. Writes the rows' K/V."""
+        rows = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False, step=step)
+        hidden: torch.Tensor = rows.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, hidden] -> [R, V] as the model's forward returns them, its scaling and softcap included."""
+        logits: torch.Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+
+def load_model(
+    model: str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    load_format: LoadFormat = "auto",
+    max_model_len: int | None = None,
+    seed: int = 0,
+) -> LoadedModel:
+    """Load a folder, a GGUF or a hub id and bind it. load_format "dummy": random weights of the true shapes.
+
+    dtype "auto": the checkpoint's on CUDA, float32 on CPU. Raises ModelLoadError; UnsupportedModel where the model
+    could not be served right.
+    """
+    device = torch.device(device)
+    chosen = _dtype(dtype)
+    source = locate(model, load_format)
+    if load_format == "dummy":
+        module = random_module(load_config(source), device=device, dtype=chosen, seed=seed)
+    else:
+        module = load_module(source, device=device, dtype=chosen)
+    return _bound(module, source, max_model_len)
+
+
+def model_from_config(
+    config: Any,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
+    seed: int = 0,
+) -> LoadedModel:
+    """A random model of `config` (which is copied), without a tokenizer."""
+    return _bound(random_module(config, device=torch.device(device), dtype=dtype, seed=seed), None, max_model_len)
+
+
+def bind_model(module: Any, *, max_model_len: int | None = None) -> LoadedModel:
+    """Bind a transformers CausalLM that is in memory. It serves cells from then on, and nothing else."""
+    return _bound(module.eval(), None, max_model_len)
+
+
+def _bound(module: Any, source: Source | None, max_model_len: int | None) -> LoadedModel:
+    architecture = type(module).__name__
+    config = module.config.get_text_config()
+    length = _max_model_len(config, max_model_len)
+    body = getattr(module, module.base_model_prefix, None)
+    if not isinstance(body, torch.nn.Module):
+        raise UnsupportedModel(f"{architecture} has no body apart from its head")
+    device = next(module.parameters()).device
+    try:
+        fix_frequencies(module, length)
+        geometry = bind(module, body, device)
+        head = _head_of(module)
+        hidden_size = module.get_input_embeddings().weight.shape[1]
+        dtype = module.get_output_embeddings().weight.dtype
+        with torch.no_grad():
+            vocab_size = head(inputs_embeds=torch.zeros(1, 1, hidden_size, dtype=dtype, device=device)).logits.shape[-1]
+    except UnsupportedModel as refusal:
+        raise UnsupportedModel(f"{architecture} cannot be served: {refusal}") from refusal
+    return LoadedModel(
+        module=module,
+        body=body,
+        head=head,
+        geometry=geometry,
+        device=device,
+        dtype=dtype,
+        vocab_size=vocab_size,
+        max_model_len=length,
+        eos_token_ids=_eos_token_ids(module, source),
+        defaults={} if source is None else generation_defaults(source),
+        architecture=architecture,
+    )
+
+
+class _GivenHidden(torch.nn.Module):
+    """Stands where the body stood: hands on the hidden rows it is given."""
+
+    def forward(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _head_of(module: Any) -> torch.nn.Module:
+    """`module` with its body replaced, so that whatever its forward does to logits is done, by its own code."""
+    head: torch.nn.Module = copy.copy(module)
+    head._modules = {**module._modules, module.base_model_prefix: _GivenHidden()}
+    return head
+
+
+def _dtype(name: torch.dtype | str) -> torch.dtype | None:
+    if isinstance(name, torch.dtype):
+        return name
+    if name == "auto":
+        return None
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelLoadError(f"dtype is {name!r}: it must be auto, float32, bfloat16 or float16")
+    return found
+
+
+def _max_model_len(config: Any, asked: int | None) -> int:
+    own: int | None = getattr(config, "max_position_embeddings", None)
+    if asked is None:
+        if own is None:
+            raise ModelLoadError("the model's config names no longest length: give max_model_len")
+        return own
+    if asked < 1 or (own is not None and asked > own):
+        raise ModelLoadError(f"max_model_len is {asked}: the model has positions for 1 to {own} tokens")
+    return asked
+
+
+def _eos_token_ids(module: Any, source: Source | None) -> tuple[int, ...]:
+    """The tokenizer's end and every end that generation_config names (a chat model often has one of each)."""
+    tokenizer = None if source is None else load_tokenizer(source)
+    found = set() if tokenizer is None or tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    written = module.generation_config.eos_token_id if module.generation_config is not None else None
+    if written is not None:
+        found.update(written if isinstance(written, list) else [written])
+    return tuple(sorted(found))

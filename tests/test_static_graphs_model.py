@@ -1,0 +1,101 @@
+"""Loading a model and binding it to cells (DESIGN D1)."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from cache.geometry import LayerGeometry
+from static_graphs.loading import random_module
+from static_graphs.model import ModelLoadError, load_model, model_from_config
+from support.packed_runs import ShuffledCells, run_packed
+from support.tiny_models import tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def test_packed_rows_over_shuffled_cells_equal_the_models_own_forward() -> None:
+    config = tiny_llama()
+    model = model_from_config(config, seed=3)
+    own = random_module(config, device=CPU, dtype=torch.float32, seed=3)
+    first, second = [5, 9, 40, 2, 33, 17, 8], [12, 60, 1, 7]
+    cells = ShuffledCells(model.geometry, 32, random.Random(0))
+    a, b = cells.open(), cells.open()
+    early = run_packed(model, cells, [(a, token) for token in first[:4]] + [(b, second[0])], width=8)
+    late = run_packed(model, cells, [(b, token) for token in second[1:]] + [(a, token) for token in first[4:]], width=6)
+    with torch.no_grad():
+        expected_a, expected_b = (own(torch.tensor([tokens])).logits[0] for tokens in (first, second))
+    assert (torch.cat([early[:4], late[3:]]) - expected_a).abs().max() < 1e-6
+    assert (torch.cat([early[4:], late[:3]]) - expected_b).abs().max() < 1e-6
+
+
+def test_geometry_is_what_each_layer_hands_to_attention() -> None:
+    model = model_from_config(tiny_llama(num_hidden_layers=3, num_key_value_heads=1, head_dim=16))
+    assert model.geometry.layers == (LayerGeometry(1, 16, 16),) * 3
+    assert model.vocab_size == 64
+    assert model.max_model_len == 256
+
+
+def test_the_callers_config_is_left_alone() -> None:
+    config = tiny_llama()
+    before = config.to_dict()
+    model_from_config(config)
+    assert config.to_dict() == before
+    assert config._attn_implementation != "cells"
+
+
+def test_dummy_weights_have_the_configs_shapes_and_are_never_zero(tmp_path: Path) -> None:
+    tiny_llama(attention_bias=True).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), load_format="dummy", seed=7)
+    assert model.module.lm_head.weight.shape == (64, 32)
+    assert all((weight != 0).all() for weight in model.module.parameters())
+    again = load_model(str(tmp_path), load_format="dummy", seed=7)
+    other = load_model(str(tmp_path), load_format="dummy", seed=8)
+    assert torch.equal(model.module.lm_head.weight, again.module.lm_head.weight)
+    assert not torch.equal(model.module.lm_head.weight, other.module.lm_head.weight)
+
+
+def test_a_folder_is_loaded_with_its_own_weights(tmp_path: Path) -> None:
+    own = random_module(tiny_llama(), device=CPU, dtype=torch.bfloat16, seed=1)
+    own.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path))
+    assert model.dtype == torch.float32, "on CPU auto means float32, whatever the checkpoint holds"
+    assert torch.equal(model.module.lm_head.weight, own.lm_head.weight.float())
+    assert load_model(str(tmp_path), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_only_written_generation_defaults_count_and_every_end_token_does(tmp_path: Path) -> None:
+    random_module(tiny_llama(), device=CPU, dtype=torch.float32, seed=1).save_pretrained(tmp_path)
+    written = {"eos_token_id": [7, 3], "temperature": 0.6, "top_k": 20, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    model = load_model(str(tmp_path))
+    assert model.defaults == {"temperature": 0.6, "top_k": 20}
+    assert model.eos_token_ids == (3, 7)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./model", "weights/model.gguf", "a/b/c", "model.gguf"])
+def test_a_path_that_does_not_exist_is_named_and_never_looked_up_on_the_hub(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist") as refusal:
+        load_model(name)
+    assert name in str(refusal.value)
+
+
+def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"neither a config.json nor a .gguf"):
+        load_model(str(tmp_path))
+
+
+def test_several_gguf_files_need_a_choice(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelLoadError, match=r"name one of them: a.gguf, b.gguf"):
+        load_model(str(tmp_path))
+
+
+def test_a_length_past_the_models_positions_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="max_model_len is 257"):
+        model_from_config(tiny_llama(), max_model_len=257)
