@@ -78,7 +78,7 @@ class Admission:
         if self.in_use + slots > self.capacity:
             self._on_refused("queue_full")
             raise errors.queue_full(
-                f"the server is full: {self.in_use} of {self.capacity} sequences are taken, {slots} more were asked for",
+                f"the server is full: {self.in_use} of {self.capacity} sequences are taken, {slots} more asked for",
                 self.retry_after_s(slots),
                 status=self._overload_status,
             )

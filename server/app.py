@@ -1,28 +1,140 @@
-"""The ASGI application: what the handlers share, which routes there are, and how the engine's life frames theirs."""
+"""The ASGI application: routes, guards, one shape for every error, and the engine's life inside the app's own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from engine.client import EngineClient
+from engine.errors import CellserveError, ModelError, RequestRefused
+from engine.types import EngineInfo
+from server import chat, completions, errors, models, probes
 from server.admission import Admission
+from server.errors import ApiError
+from server.guards import BodyLimit, KeyGuard, OriginGuard, PhaseGuard, Trace
+from server.lifecycle import Lifecycle
 from server.metrics import Metrics
+from server.serving import Serving
+from server.settings import Settings
+from server.text import Text
 
-if TYPE_CHECKING:
-    from engine.client import EngineClient
-    from server.settings import Settings
-    from server.text import Text
+__all__ = ["Serving", "create_app"]
 
 
-@dataclass
-class Serving:
-    """What handlers reach through `request.app.state.serving`. API routes run only while the engine is ready."""
+def create_app(client: EngineClient, settings: Settings) -> FastAPI:
+    """The whole server around an engine that was not started yet.
 
-    client: EngineClient
-    settings: Settings
-    text: Text
-    """Built from info.tokenizer_dir once the engine is ready."""
-    admission: Admission
-    served_names: tuple[str, ...]
-    """Names a request may give as its model; the first is what answers carry."""
-    metrics: Metrics
+    Its lifespan starts the engine in the background and closes it at the end: /live and /ready answer at once, API
+    routes when the engine is ready. Raises ConfigError when a key file cannot be read.
+
+    app.state: `lifecycle` and `metrics` always, `serving` once the engine has been ready.
+    """
+    names = settings.names()
+    metrics = Metrics(names[0], client)
+
+    async def on_ready(info: EngineInfo) -> None:
+        # Off the event loop: a large tokenizer takes a second, and probes are answered meanwhile.
+        try:
+            text = await asyncio.to_thread(Text, info.tokenizer_dir)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"the tokenizer of {info.model} cannot be used: {error}") from error
+        admission = Admission(
+            info.max_num_seqs + info.max_waiting,
+            overload_status=settings.overload_status,
+            on_refused=metrics.rejected,
+        )
+        metrics.engine_ready(info)
+        app.state.serving = Serving(client, settings, text, admission, names, metrics)
+
+    lifecycle = Lifecycle(client, on_ready)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        life = asyncio.create_task(lifecycle.run())
+        try:
+            yield
+        finally:
+            life.cancel()
+            await asyncio.wait([life])
+            await client.close(0)
+
+    app = FastAPI(
+        title="cellserve",
+        version=models.version(),
+        # The pages load their scripts from a CDN; the document itself is served.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        strict_content_type=False,
+        lifespan=lifespan,
+        middleware=[
+            Middleware(Trace, metrics=metrics, has_access_log=settings.access_log),
+            Middleware(OriginGuard, allowed=settings.cors_origin),
+            *_cors(settings),
+            Middleware(KeyGuard, keys=settings.keys()),
+            Middleware(PhaseGuard, refusal=lifecycle.refusal, metrics=metrics),
+            Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
+        ],
+        exception_handlers={
+            ApiError: _api_error,
+            CellserveError: _engine_error,
+            RequestValidationError: _validation_error,
+            HTTPException: _framework_error,
+        },
+    )
+    app.state.lifecycle = lifecycle
+    app.state.metrics = metrics
+    for part in (completions, chat, models, probes):
+        app.include_router(part.router)
+    return app
+
+
+def _cors(settings: Settings) -> list[Middleware]:
+    if not settings.cors_origin:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    ]
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _engine_error(request: Request, error: Exception) -> Response:
+    """An engine's refusal that a handler let pass. Counted here: the engine's door is the last of the admission."""
+    assert isinstance(error, CellserveError)
+    serving: Serving = request.app.state.serving
+    told = errors.from_engine(
+        error, retry_after_s=serving.admission.retry_after_s(), overload_status=serving.settings.overload_status
+    )
+    if isinstance(error, RequestRefused):
+        serving.metrics.rejected(told.code)
+    return told.response()
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return errors.from_validation(error.errors()).response()
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = errors.from_status(
+        error.status_code, method=request.method, path=request.scope["path"], headers=error.headers
+    )
+    return told.response()

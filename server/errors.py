@@ -15,6 +15,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from engine import errors as engine_errors
+from engine.types import ErrorCode
 
 Headers = Mapping[str, str]
 
@@ -76,13 +77,15 @@ def _refused(
     headers: Headers | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> ApiError:
-    return ApiError(
-        status, message, type="invalid_request_error", code=code, param=param, headers=headers, extra=extra
-    )
+    return ApiError(status, message, type="invalid_request_error", code=code, param=param, headers=headers, extra=extra)
 
 
 def invalid_json(message: str = "the body is not valid JSON") -> ApiError:
     return _refused(message, "invalid_json")
+
+
+def invalid_http() -> ApiError:
+    return _refused("the request is not valid HTTP", "invalid_http")
 
 
 def invalid_value(message: str, param: str | None = None) -> ApiError:
@@ -158,6 +161,11 @@ def invalid_api_key(is_missing: bool) -> ApiError:
     )
 
 
+def origin_not_allowed() -> ApiError:
+    message = "pages of other origins may not call this server; --cors-origin lets one in"
+    return ApiError(403, message, type="authentication_error", code="origin_not_allowed")
+
+
 # Not now: the same request may succeed later.
 
 
@@ -206,8 +214,10 @@ def retry_headers(retry_after_s: float) -> dict[str, str]:
 # From errors of others.
 
 
-def from_engine(error: engine_errors.CellserveError, *, retry_after_s: float = 1.0) -> ApiError:
-    """What a client is told of an error the engine client raised. retry_after_s: of a full queue."""
+def from_engine(
+    error: engine_errors.CellserveError, *, retry_after_s: float = 1.0, overload_status: int = 429
+) -> ApiError:
+    """What a client is told of an error the engine client raised. The two numbers are those of a full queue."""
     match error:
         case engine_errors.RequestTooLong():
             return context_length_exceeded(
@@ -216,11 +226,24 @@ def from_engine(error: engine_errors.CellserveError, *, retry_after_s: float = 1
         case engine_errors.RequestTooLarge():
             return request_too_large(str(error))
         case engine_errors.QueueFull():
-            return queue_full(str(error), retry_after_s)
+            return queue_full(str(error), retry_after_s, status=overload_status)
         case engine_errors.Draining():
             return draining()
         case engine_errors.EngineUnavailable():
             return engine_unavailable()
+        case _:
+            return internal_error()
+
+
+def from_failure(code: ErrorCode | None) -> ApiError:
+    """What a client is told of an admitted request whose `Update` says "failed"."""
+    match code:
+        case "deadline_exceeded":
+            return deadline_exceeded()
+        case "shutting_down":
+            return draining("the server shut down before the request finished")
+        case "engine_unavailable":
+            return engine_unavailable("the engine stopped before the request finished")
         case _:
             return internal_error()
 

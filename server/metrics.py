@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from engine.types import EngineInfo, EngineStats, FinishReason
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
@@ -212,9 +212,7 @@ class _EngineCollector(Collector):
         yield self._counter("cellserve:padding_rows", "Rows run that held no token.", stats.padding_rows)
         yield self._counter("cellserve:engine_prompt_tokens", "Prompt tokens run.", stats.prompt_tokens)
         yield self._counter("cellserve:engine_generated_tokens", "Tokens the engine drew.", stats.generated_tokens)
-        calls = CounterMetricFamily(
-            "cellserve:method_calls", "Forward calls by method.", labels=(*_LABELS, "method")
-        )
+        calls = CounterMetricFamily("cellserve:method_calls", "Forward calls by method.", labels=(*_LABELS, "method"))
         for method, count in stats.method_calls:
             calls.add_metric((*self._values, method), count)
         yield calls

@@ -1,0 +1,192 @@
+"""The command `cellserve`: serve, show-config, bench, version. Parses, and says in one line what a user got wrong.
+
+Flags and their help are made from the fields of `Settings`. Exit codes: server/run.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import annotated_types
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+from rich.console import Console
+from rich.table import Table
+
+from engine.client import InProcessClient, ProcessClient
+from engine.errors import CellserveError, ConfigError
+from server import bench, run, settings
+from server.models import version
+from server.settings import ENV_PREFIX, Loaded, Settings
+
+_GROUPS: tuple[settings.Group, ...] = ("model", "cache", "scheduling", "API", "limits")
+_EPILOG = (
+    f"Each option is also an environment variable ({ENV_PREFIX}MAX_MODEL_LEN) and a key of the --config file"
+    " (max_model_len). A flag wins over the environment, that over the file, that over the default."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Nothing a user can cause ends in a traceback."""
+    try:
+        args = _parse(sys.argv[1:] if argv is None else argv)
+        command = {"serve": _serve, "show-config": _show_config, "bench": bench.run, "version": _version}[args.command]
+        return command(args)
+    except ConfigError as error:
+        return _fail(error, run.EXIT_USAGE)
+    except CellserveError as error:
+        return _fail(error, run.EXIT_MODEL)
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="cellserve", description="A batching LLM inference server.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    for name, text in (
+        ("serve", "load a model and answer requests"),
+        ("show-config", "print every option of serve, its value and where that came from"),
+    ):
+        command = commands.add_parser(name, help=text, description=text, epilog=_EPILOG, allow_abbrev=False)
+        _add_options(command)
+    text = "measure a running server"
+    bench.add_arguments(commands.add_parser("bench", help=text, description=text, allow_abbrev=False))
+    commands.add_parser("version", help="print the version", allow_abbrev=False)
+    return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, whose complaints are our one-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def flags(self) -> Iterator[str]:
+        """Every flag of this parser and of its commands."""
+        for action in self._actions:
+            yield from (name for name in action.option_strings if name.startswith("--"))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        command = _command_parser(parser, args.command)
+        raise ConfigError(f"unknown option {name}{settings.suggest(name, command.flags())}")
+    return args
+
+
+def _command_parser(parser: Parser, command: str) -> Parser:
+    actions = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    found = next(actions).choices[command]
+    assert isinstance(found, Parser)
+    return found
+
+
+def _add_options(parser: Parser) -> None:
+    groups = {name: parser.add_argument_group(name) for name in _GROUPS}
+    groups["model"].add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=_help("model"))
+    for field, info in Settings.model_fields.items():
+        if field == "model":
+            continue
+        # Values stay text here: one place, `settings.load`, says what is wrong with any of them.
+        kind: dict[str, Any] = {"metavar": _metavar(info)}
+        if info.annotation is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(info.default, tuple) or field == "widths":
+            kind["action"] = "append"
+        group = groups[settings.option(field).group]
+        group.add_argument(settings.flag_name(field), default=argparse.SUPPRESS, help=_help(field), **kind)
+    parser.add_argument("--config", metavar="FILE", default=None, help="YAML file of options")
+
+
+def _help(field: str) -> str:
+    """Description, default, range and unit; argparse reads % as its own."""
+    info = Settings.model_fields[field]
+    notes = [settings.option(field).unit, _range(info)]
+    if info.default not in (None, ()) and info.annotation is not bool and field != "model":
+        notes.append(f"default {info.default}")
+    noted = ", ".join(note for note in notes if note)
+    return f"{info.description} [{noted}]".replace("%", "%%") if noted else f"{info.description}"
+
+
+def _range(info: FieldInfo) -> str:
+    """ "1 or more", "above 0 up to 1"; choices are in the metavar."""
+    words = []
+    for item in info.metadata:
+        match item:
+            case annotated_types.Ge(ge=least):
+                words.append(f"from {least}")
+            case annotated_types.Gt(gt=above):
+                words.append(f"above {above}")
+            case annotated_types.Le(le=most):
+                words.append(f"up to {most}")
+    return " ".join(words)
+
+
+def _metavar(info: FieldInfo) -> str:
+    """What kind of value it is."""
+    kind = info.annotation
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    if typing.get_origin(kind) is typing.Literal:
+        return "{" + ",".join(str(choice) for choice in typing.get_args(kind)) + "}"
+    if typing.get_origin(kind) is tuple:
+        return "N,N" if typing.get_args(kind)[0] is int else "A,B"
+    return {int: "N", float: "X", Path: "FILE"}.get(typing.cast(type, kind), "TEXT")
+
+
+def _load(args: argparse.Namespace) -> Loaded:
+    flags = {field: value for field, value in vars(args).items() if field in Settings.model_fields}
+    return settings.load(flags, args.config)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    options = _load(args).settings
+    engine_config = options.to_engine_config()
+    listener = run.bind(options.host, options.port)
+    client = InProcessClient.from_config(engine_config) if options.in_process else ProcessClient(engine_config)
+    return run.serve(client, options, listener)
+
+
+def _show_config(args: argparse.Namespace) -> int:
+    loaded = _load(args)
+    table = Table("option", "value", "unit", "from", "read by", box=None, header_style="bold")
+    for field in Settings.model_fields:
+        option = settings.option(field)
+        value = _shown(getattr(loaded.settings, field))
+        table.add_row(field, value, option.unit, loaded.sources[field], option.reader)
+    # Wide enough not to cut a value when the output is a pipe.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return run.EXIT_OK
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(_shown(item) for item in value) or "-"
+    if isinstance(value, SecretStr):
+        return "***"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)
+
+
+def _version(args: argparse.Namespace) -> int:
+    print(f"cellserve {version()}")
+    return run.EXIT_OK
+
+
+def _fail(error: Exception, exit_code: int) -> int:
+    print(f"cellserve: {error}", file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""What every request passes before it meets a route, and every answer on its way out. Pure ASGI, nothing is buffered.
+
+From the outside in:
+
+    Trace          X-Request-Id, one access line, http_* metrics, and the last resort for an error nobody handled
+    OriginGuard    pages of other origins stay out
+    (CORS)         Starlette's, only when --cors-origin names somebody; answers preflights, which bring no key
+    KeyGuard       deny by default
+    PhaseGuard     503 while the engine loads, drains or is down
+    BodyLimit      413 before a long body is read
+
+Knows neither models nor JSON fields. A guard refuses by sending an `ApiError`; it never lets an exception out of here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server import errors
+from server.errors import ApiError
+from server.metrics import Metrics
+
+PROBE_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
+"""Open without a key, in every phase, and silent in the access log."""
+ALWAYS_ON_PATHS = PROBE_PATHS | {"/metrics", "/version", "/openapi.json"}
+"""Answer whatever the engine does."""
+QUIET_PATHS = PROBE_PATHS | {"/metrics"}
+
+CLIENT_GONE = 499
+"""Logged and counted, never sent: nobody was there to read it."""
+
+_SANE_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+_access = logging.getLogger("cellserve.access")
+_log = logging.getLogger("cellserve.server")
+
+
+class Trace:
+    """Names the request, and writes down how it ended.
+
+    `request.state.request_id` is what the answer's X-Request-Id carries: the caller's own value when that is 1 to 128
+    visible ASCII characters. `request.state.request_hex` is 32 hex digits that no caller chooses; ids that must be
+    unique are made from it, and the minted X-Request-Id is "req-" and the same digits.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, has_access_log: bool) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._has_access_log = has_access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        request_hex = uuid.uuid4().hex
+        asked = Headers(scope=scope).get("x-request-id", "")
+        request_id = asked if _SANE_REQUEST_ID.fullmatch(asked) else f"req-{request_hex}"
+        scope.setdefault("state", {}).update(request_id=request_id, request_hex=request_hex)
+        answer = _Answer()
+
+        async def watched_receive() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and not answer.is_complete:
+                answer.is_abandoned = True
+            return message
+
+        async def traced_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                answer.is_complete = True
+            await send(message)
+
+        try:
+            await self._app(scope, watched_receive, traced_send)
+        except Exception:
+            # The outermost edge of a request. Behind its first byte only a cut connection can say that it failed.
+            _log.exception("request %s failed", request_id)
+            if answer.status is not None:
+                raise
+            await errors.internal_error().response()(scope, watched_receive, traced_send)
+        finally:
+            self._write_down(scope, answer, request_id, time.monotonic() - started_s)
+
+    def _write_down(self, scope: Scope, answer: _Answer, request_id: str, duration_s: float) -> None:
+        status = CLIENT_GONE if answer.is_abandoned or answer.status is None else answer.status
+        route = scope.get("route")
+        self._metrics.http_answered(
+            method=scope["method"] if scope["method"] in _METHODS else "other",
+            handler=getattr(route, "path", "none"),
+            status=status,
+            duration_s=duration_s,
+        )
+        if self._has_access_log and scope["path"] not in QUIET_PATHS:
+            host = scope["client"][0] if scope.get("client") else "-"
+            # The raw path is still percent-encoded: a line break in it cannot forge a line of the log.
+            path = scope.get("raw_path", b"").partition(b"?")[0].decode("latin-1")
+            line = "%s %s %s %d %.3fs %s"
+            _access.info(line, host, scope["method"], path, status, duration_s, request_id)
+
+
+@dataclass
+class _Answer:
+    """What has been seen of one answer so far."""
+
+    status: int | None = None
+    is_complete: bool = False
+    is_abandoned: bool = False
+
+
+class OriginGuard:
+    """Refuses what a browser sends on behalf of another origin's page.
+
+    A server without keys on a laptop is within reach of every page its owner visits: a plain-text POST needs no
+    preflight. Browsers name the page in `Origin`; other clients send none.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: Iterable[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._lets_in(Headers(scope=scope)):
+            await errors.origin_not_allowed().response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _lets_in(self, headers: Headers) -> bool:
+        origin = headers.get("origin")
+        if origin is None or origin in self._allowed or "*" in self._allowed:
+            return True
+        return origin.partition("://")[2] == headers.get("host")
+
+
+class KeyGuard:
+    """Lets in who brings one of the keys; everywhere but at the probes.
+
+    Holds digests only. Comparing them in constant time, all of them, tells nothing of how near a guess came.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Iterable[str]) -> None:
+        self._app = app
+        self._digests = tuple(_digest(key.encode("utf-8")) for key in keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._digests or scope["path"] in PROBE_PATHS:
+            await self._app(scope, receive, send)
+            return
+        key = _key_of(Headers(scope=scope))
+        if key is not None and self._is_known(key):
+            await self._app(scope, receive, send)
+        else:
+            await errors.invalid_api_key(is_missing=key is None).response()(scope, receive, send)
+
+    def _is_known(self, key: str) -> bool:
+        # Header bytes were decoded as latin-1; this gives back what the client sent.
+        digest = _digest(key.encode("latin-1"))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+
+def _key_of(headers: Headers) -> str | None:
+    scheme, _, credentials = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and credentials.strip():
+        return credentials.strip()
+    return headers.get("x-api-key") or None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class PhaseGuard:
+    """Refuses API requests while the engine cannot take them."""
+
+    def __init__(self, app: ASGIApp, *, refusal: Callable[[], ApiError | None], metrics: Metrics) -> None:
+        """refusal: what to answer now; None while the API is open."""
+        self._app = app
+        self._refusal = refusal
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in ALWAYS_ON_PATHS:
+            refusal = self._refusal()
+            if refusal is not None:
+                self._metrics.rejected(refusal.code)
+                await refusal.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Answers 413 once a body is known to be too long: from its declared length, else when it has come too far."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            await self._refuse(scope, receive, send)
+            return
+        received = 0
+        has_begun = False
+
+        async def counted_receive() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise _TooLong
+            return message
+
+        async def gated_send(message: Message) -> None:
+            nonlocal has_begun
+            # Whatever the framework makes of _TooLong, the client is told the truth below.
+            if received > self._max_bytes and not has_begun:
+                return
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted_receive, gated_send)
+        except _TooLong:
+            if has_begun:
+                raise
+        if received > self._max_bytes and not has_begun:
+            await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = errors.body_too_large(self._max_bytes)
+        # The rest of the body is still under way: only a new connection is free of it.
+        error.headers["Connection"] = "close"
+        await error.response()(scope, receive, send)
+
+
+class _TooLong(Exception):
+    """Raised where the body is read; never leaves BodyLimit unless an answer had begun."""

@@ -1,0 +1,60 @@
+"""What orchestrators, load balancers and scrapers ask. Reads state; touches no queue and no device.
+
+/live     the process answers
+/ready    it takes requests: 503 with what is going on while it loads, drains or is down
+/health   it makes progress: 503 while it loads, when the engine is dead, or when work waits and nothing moves
+/ping     the same under the name that some platforms call
+/metrics  Prometheus text
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from server import errors
+from server.lifecycle import Lifecycle
+from server.metrics import CONTENT_TYPE, Metrics
+
+router = APIRouter(tags=["probes"])
+_METHODS = ["GET", "HEAD"]
+
+
+@router.api_route("/live", methods=_METHODS, operation_id="live")
+async def live() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@router.api_route("/ready", methods=_METHODS, operation_id="ready")
+async def ready(request: Request) -> Response:
+    lifecycle: Lifecycle = request.app.state.lifecycle
+    refusal = lifecycle.refusal()
+    if refusal is None:
+        return JSONResponse({"phase": "ready"})
+    return _unwell(refusal, lifecycle.progress())
+
+
+@router.api_route("/health", methods=_METHODS, operation_id="health")
+@router.api_route("/ping", methods=_METHODS, operation_id="ping")
+async def health(request: Request) -> Response:
+    lifecycle: Lifecycle = request.app.state.lifecycle
+    if lifecycle.is_stalled():
+        return _unwell(errors.engine_unavailable("requests are waiting, but no step has finished for too long"), {})
+    refusal = lifecycle.refusal()
+    if refusal is None or refusal.code == "draining":
+        return JSONResponse({"status": "ok"})
+    return _unwell(refusal, lifecycle.progress())
+
+
+@router.api_route("/metrics", methods=_METHODS, operation_id="metrics")
+async def metrics(request: Request) -> Response:
+    books: Metrics = request.app.state.metrics
+    return Response(books.render(), media_type=CONTENT_TYPE)
+
+
+def _unwell(error: errors.ApiError, more: dict[str, Any]) -> Response:
+    """The usual error, with the fields of a start beside it. The connection stays: a probe will ask again."""
+    headers = {name: value for name, value in error.headers.items() if name != "Connection"}
+    return JSONResponse({**more, **error.body()}, status_code=error.status, headers=headers)

@@ -1,0 +1,201 @@
+"""One served process, from a bound socket to its exit code: uvicorn, signals, the start's news, the drain.
+
+Main thread. Signals: the first SIGTERM or SIGINT drains, the second ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import shlex
+import socket
+import sys
+import uuid
+from types import FrameType
+
+import h11
+import uvicorn
+from rich.console import Console
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from engine.client import EngineClient
+from engine.errors import CellserveError, ConfigError
+from engine.types import EngineInfo
+from server import errors
+from server.app import create_app
+from server.lifecycle import Lifecycle
+from server.settings import Settings
+
+EXIT_OK = 0
+EXIT_MODEL = 1
+"""The model cannot be loaded or the engine cannot start."""
+EXIT_USAGE = 2
+"""An option, the environment, the YAML file or the address is wrong."""
+
+_FLUSH_S = 5
+"""How long answers whose tokens are all there may take to reach slow readers, after the drain."""
+_FORCED_EXIT_S = 1.0
+_BACKLOG = 2048
+_PROGRESS_TICK_S = 0.1
+
+
+def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> int:
+    """Serve until a signal or a failed start, and return the exit code. `listener` comes from `bind`."""
+    configure_logging()
+    app = create_app(client, settings)
+    server = Server(uvicorn_config(app, settings), app.state.lifecycle, settings, listener)
+    asyncio.run(server.serve(sockets=[listener]))
+    return server.exit_code
+
+
+def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """The same for a real server and for one in a test's thread."""
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=settings.keep_alive_timeout,
+        timeout_graceful_shutdown=_FLUSH_S,
+        backlog=_BACKLOG,
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address before a model is loaded for it. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"--host {host} is no address of this machine") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        # Listening is what claims it: two sockets may be bound to one address with SO_REUSEADDR.
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        reasons = {
+            errno.EADDRINUSE: f"port {port} on {host} is in use: choose another with --port, or 0 for a free one",
+            errno.EADDRNOTAVAIL: f"--host {host} is no address of this machine",
+            errno.EACCES: f"port {port} needs rights that this user has not: choose one above 1023 with --port",
+        }
+        raise ConfigError(reasons.get(error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror}")) from error
+    return listener
+
+
+def configure_logging() -> None:
+    """Everything to stderr, one line each; stdout holds only what was asked for."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but a signal drains first, while the socket still answers with 503."""
+
+    def __init__(
+        self, config: uvicorn.Config, lifecycle: Lifecycle, settings: Settings, listener: socket.socket
+    ) -> None:
+        super().__init__(config)
+        self.exit_code = EXIT_OK
+        self._lifecycle = lifecycle
+        self._settings = settings
+        self._url = url_of(settings.host, listener)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._announcement = asyncio.create_task(self._announce())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Runs between two bytecodes of whatever the main thread was doing: only leave a note for the loop.
+        if self._loop is None:
+            os._exit(128 + sig)
+        self._loop.call_soon_threadsafe(self._on_signal, sig)
+
+    def _on_signal(self, sig: int) -> None:
+        if self._drain is None:
+            self._drain = asyncio.create_task(self._drain_and_stop(self._settings.drain_timeout))
+            return
+        self.exit_code = 128 + sig
+        self.force_exit = True
+        assert self._loop is not None
+        # For an engine that hangs in a step, or a client that reads nothing.
+        self._loop.call_later(_FORCED_EXIT_S, os._exit, self.exit_code)
+        self._impatience = asyncio.create_task(self._drain_and_stop(0))
+
+    async def _drain_and_stop(self, timeout_s: float) -> None:
+        if timeout_s:
+            print(f"cellserve: stopping; requests have {timeout_s:g} s to finish", file=sys.stderr, flush=True)
+        await self._lifecycle.drain(timeout_s)
+        self.should_exit = True
+
+    async def _announce(self) -> None:
+        """Tell how the start goes on stderr, and its result in one line on stdout or an exit code."""
+        with Console(stderr=True).status("starting", spinner="line") as status:
+            while self._lifecycle.is_loading:
+                status.update(_progress_line(self._lifecycle.progress()))
+                await asyncio.sleep(_PROGRESS_TICK_S)
+        try:
+            info = await self._lifecycle.wait_loaded()
+        except CellserveError as error:
+            if self._drain is None:  # else the load failed because it was told to stop
+                print(f"cellserve: {error}", file=sys.stderr, flush=True)
+                self.exit_code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_MODEL
+                self.should_exit = True
+            return
+        print(ready_line(self._url, info, self._settings), flush=True)
+
+
+class Protocol(H11Protocol):
+    """HTTP/1.1, with uvicorn's only answer of its own, to bytes that are no HTTP, in the shape of all our errors."""
+
+    def send_400_response(self, msg: str) -> None:
+        # Behind the first byte of an answer only a closed connection can say that something is wrong.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            error = errors.invalid_http()
+            body = json.dumps(error.body()).encode()
+            headers = [
+                ("Content-Type", "application/json"),
+                ("Content-Length", str(len(body))),
+                ("X-Request-Id", f"req-{uuid.uuid4().hex}"),
+                ("Connection", "close"),
+            ]
+            answer = h11.Response(status_code=error.status, headers=headers, reason="Bad Request")
+            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """What a client on this machine may paste. A server on all addresses is reached by the loopback one."""
+    port = listener.getsockname()[1]
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def ready_line(url: str, info: EngineInfo, settings: Settings) -> str:
+    """URL, model, cells, and a command to try it with. Keys are not shown: the command reads $API_KEY."""
+    body = {"prompt": "Once upon a time", "max_tokens": 16}
+    if info.tokenizer_dir is None:
+        body["prompt"] = [1, 2, 3]
+    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_key or settings.api_key_file else ""
+    command = f"curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    return f"ready: {url} serves {settings.names()[0]} with {info.kv_cells:,} K/V cells. Try: {command}"
+
+
+def _progress_line(progress: dict[str, str | int]) -> str:
+    counted = f" ({progress['done']} of {progress['of']})" if "of" in progress else ""
+    return f"{progress['phase']}{counted}"

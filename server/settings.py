@@ -1,0 +1,323 @@
+"""Every option of `cellserve serve`: its type, unit, default, range, group and the file that reads it.
+
+One field is one flag, one environment variable and one YAML key: `--max-model-len`, `CELLSERVE_MAX_MODEL_LEN` and
+`max_model_len`. Precedence: flag > environment > YAML file (`--config`) > default. A name nobody knows is an error
+with a suggestion, wherever it comes from. `load` is the only way in; server/cli.py builds flags and help from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml  # type: ignore[import-untyped]
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from engine.config import DEFAULT_MODEL, EngineConfig, LoadFormat
+from engine.errors import ConfigError
+
+ENV_PREFIX = "CELLSERVE_"
+CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+
+Group = Literal["model", "cache", "scheduling", "API", "limits"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the type cannot say of a field."""
+
+    group: Group
+    reader: str
+    """The file that obeys it."""
+    unit: str = ""
+
+
+def _split(value: Any) -> Any:
+    """One comma list, or several given one by one, as one list."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [part for item in value for part in (_parts(item) if isinstance(item, str) else [item])]
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+Widths = Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(_split)]
+
+
+class Settings(BaseSettings):
+    """Checked and frozen. Cross-checks of the engine's options live with `EngineConfig`."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
+
+    model: Annotated[
+        str,
+        Field(min_length=1, description="a folder, a GGUF file or a hub id; left out, a small default model"),
+        Option("model", "engine/build.py"),
+    ] = DEFAULT_MODEL
+    served_model_name: Annotated[
+        Names,
+        Field(description="names clients may ask for, instead of MODEL; the first is what answers carry"),
+        Option("model", "server/app.py"),
+    ] = ()
+    device: Annotated[str, Field(description="auto, cpu, cuda or cuda:N"), Option("model", "engine/build.py")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="of weights and K/V; auto: the checkpoint's on CUDA, float32 on CPU"),
+        Option("model", "engine/build.py"),
+    ] = "auto"
+    load_format: Annotated[
+        LoadFormat,
+        Field(description="dummy: random weights, nothing is read but the configuration"),
+        Option("model", "engine/build.py"),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Field(ge=1, description="longest prompt and answer together; default: the model's own"),
+        Option("model", "engine/build.py", "tokens"),
+    ] = None
+    seed: Annotated[
+        int,
+        Field(ge=0, description="of dummy weights, and the root of requests that bring no seed"),
+        Option("model", "engine/build.py"),
+    ] = 0
+
+    kv_cells: Annotated[
+        int | None,
+        Field(ge=2, description="size of the K/V cache, one cell a token; default: what memory allows"),
+        Option("cache", "engine/build.py", "cells"),
+    ] = None
+    kv_cache_gib: Annotated[
+        float | None,
+        Field(gt=0, description="the same size by memory; give one of the two"),
+        Option("cache", "engine/build.py", "GiB"),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Field(gt=0, le=1, description="part of the GPU's memory this server may fill"),
+        Option("cache", "engine/build.py"),
+    ] = 0.9
+
+    max_num_seqs: Annotated[
+        int, Field(ge=1, description="sequences that run at once"), Option("scheduling", "engine/build.py", "sequences")
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Field(ge=1, description="tokens of a step while nothing decodes"),
+        Option("scheduling", "engine/build.py", "tokens"),
+    ] = None
+    widths: Annotated[
+        Widths,
+        Field(description="rows of the forward methods, ascending: 1,2,4,8"),
+        Option("scheduling", "engine/build.py", "rows"),
+    ] = None
+    enforce_eager: Annotated[
+        bool,
+        Field(description="run without captured graphs"),
+        Option("scheduling", "engine/build.py"),
+    ] = False
+
+    host: Annotated[
+        str, Field(min_length=1, description="address to listen on; 0.0.0.0: all"), Option("API", "server/run.py")
+    ] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="0: one that is free"), Option("API", "server/run.py")] = (
+        8000
+    )
+    api_key: Annotated[
+        Secrets,
+        Field(description="keys that are let in; none: everybody is"),
+        Option("API", "server/guards.py"),
+    ] = ()
+    api_key_file: Annotated[
+        Path | None,
+        Field(description="file of more keys, one a line"),
+        Option("API", "server/guards.py"),
+    ] = None
+    cors_origin: Annotated[
+        Names,
+        Field(description="browser origins that may call; none: no page of another origin"),
+        Option("API", "server/guards.py"),
+    ] = ()
+    access_log: Annotated[
+        bool,
+        Field(description="one line on stderr for each answer but those of probes"),
+        Option("API", "server/guards.py"),
+    ] = True
+    in_process: Annotated[
+        bool,
+        Field(description="run the engine in this process instead of its own"),
+        Option("API", "server/cli.py"),
+    ] = False
+
+    max_waiting: Annotated[
+        int,
+        Field(ge=0, description="sequences that may queue beyond those that run, before a refusal"),
+        Option("limits", "server/admission.py", "sequences"),
+    ] = 256
+    overload_status: Annotated[
+        Literal[429, 503],
+        BeforeValidator(lambda value: int(value) if str(value).isdigit() else value),
+        Field(description="status of that refusal"),
+        Option("limits", "server/admission.py"),
+    ] = 429
+    max_body_bytes: Annotated[
+        int, Field(ge=1024, description="longest request body"), Option("limits", "server/guards.py", "bytes")
+    ] = 8 * 1024 * 1024
+    keep_alive_timeout: Annotated[
+        int, Field(ge=1, description="how long an idle connection stays open"), Option("limits", "server/run.py", "s")
+    ] = 75
+    drain_timeout: Annotated[
+        float,
+        Field(ge=0, description="how long a stopping server lets requests finish"),
+        Option("limits", "server/run.py", "s"),
+    ] = 30.0
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *others: Any, **more: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """`load` joins the sources itself, to know where each value came from."""
+        return (init_settings,)
+
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model; never empty."""
+        return self.served_model_name or (self.model,)
+
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the options and of the file, which is read now. Raises ConfigError."""
+        keys = [secret.get_secret_value() for secret in self.api_key]
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"--api-key-file {self.api_key_file} cannot be read: {_reason(error)}") from error
+            in_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            if not in_file:
+                raise ConfigError(f"--api-key-file {self.api_key_file} holds no key: nobody would be kept out")
+            keys += in_file
+        return tuple(keys)
+
+    def to_engine_config(self) -> EngineConfig:
+        """The engine's part. Raises ConfigError for options that do not go together."""
+        return EngineConfig(
+            model=self.model,
+            device=self.device,
+            dtype=self.dtype,
+            load_format=self.load_format,
+            seed=self.seed,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_waiting=self.max_waiting,
+            kv_cells=self.kv_cells,
+            kv_cache_gib=self.kv_cache_gib,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            widths=self.widths,
+            enforce_eager=self.enforce_eager,
+        )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings, and where each value came from: "flag", "environment", the YAML file's name or "default"."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def option(field: str) -> Option:
+    """The metadata of one field."""
+    return next(item for item in Settings.model_fields[field].metadata if isinstance(item, Option))
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?", or nothing when no name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def load(flags: Mapping[str, Any] | None = None, config_file: str | None = None) -> Loaded:
+    """Join the sources, check all of it, or raise ConfigError naming the option, its source and what would be valid.
+
+    flags: field -> text as typed. config_file: of --config; else CELLSERVE_CONFIG names it, else there is none.
+    """
+    flags = flags or {}
+    _check_environment()
+    config_file = config_file or os.environ.get(CONFIG_VARIABLE)
+    layers = {
+        **({config_file: _read_yaml(Path(config_file))} if config_file else {}),
+        "environment": EnvSettingsSource(Settings)(),
+        "flag": dict(flags),
+    }
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(Settings.model_fields, "default")
+    for source, layer in layers.items():
+        for field, value in layer.items():
+            values[field] = value
+            sources[field] = source
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        raise ConfigError(_describe(error, sources)) from error
+    settings.to_engine_config()
+    settings.keys()
+    return Loaded(settings, sources)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {_reason(error)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must hold keys and values, as in `max_model_len: 4096`")
+    for key in content:
+        if key not in Settings.model_fields:
+            raise ConfigError(f"{path}: unknown key {key}{suggest(str(key), Settings.model_fields)}")
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def _check_environment() -> None:
+    known = {ENV_PREFIX + field.upper() for field in Settings.model_fields} | {CONFIG_VARIABLE}
+    for variable in os.environ:
+        if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in known:
+            raise ConfigError(f"unknown environment variable {variable}{suggest(variable, known)}")
+
+
+def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
+    """The first problem, in the words of the source it came from."""
+    problem = error.errors(include_url=False)[0]
+    field = str(problem["loc"][0])
+    source = sources[field]
+    if source == "flag":
+        name = "MODEL" if field == "model" else flag_name(field)
+    elif source == "environment":
+        name = ENV_PREFIX + field.upper()
+    else:
+        name = f"{source}: {field}"
+    # A secret's value stays out of messages.
+    value = "" if field == "api_key" else f" is {problem['input']!r}"
+    text = problem["msg"]
+    return f"{name}{value}: {text[:1].lower()}{text[1:]}"
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
