@@ -11,6 +11,7 @@ await client.close(drain_s=30)
 
 from engine.dispatch import EngineClient, EnginePhase
 from engine.inprocess import InProcessClient
+from engine.spawned import ProcessClient
 from engine.streams import RequestStream
 
-__all__ = ["EngineClient", "EnginePhase", "InProcessClient", "RequestStream"]
+__all__ = ["EngineClient", "EnginePhase", "InProcessClient", "ProcessClient", "RequestStream"]

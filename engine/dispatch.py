@@ -48,10 +48,11 @@ class EngineClient(ABC):
         self._cancelled: set[str] = set()
         self._num_outstanding = 0
         self._moved_at_s = time.monotonic()
-        self._has_started = asyncio.Event()
+        self._phase_change = asyncio.Event()
+        """Set and replaced with every change."""
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._stopping = asyncio.Lock()
+        self._ending = asyncio.Lock()
 
     @property
     def phase(self) -> EnginePhase:
@@ -81,18 +82,25 @@ class EngineClient(ABC):
 
     async def start(self) -> None:
         """Launch the engine and return at once; `phase` and `wait_ready` tell the rest. A dead engine starts anew."""
-        await self._end()
-        await self._launch()
+        async with self._ending:
+            await self._end()
+            await self._launch()
 
     async def wait_ready(self) -> EngineInfo:
         """Raises ConfigError or ModelError as the load did, EngineUnavailable when the engine ended otherwise."""
-        await self._has_started.wait()
+        while self._phase.name == "starting":
+            await self.next_phase()
         if self._refusal is not None and self._refusal.kind != "engine":
             kinds: dict[str, type[CellserveError]] = {"config": ConfigError, "model": ModelError}
             raise kinds[self._refusal.kind](self._refusal.reason)
         if self._phase.name == "dead":
             raise EngineUnavailable(f"the engine has stopped: {self._phase.reason}")
         return self.info
+
+    async def next_phase(self) -> EnginePhase:
+        """Wait for the phase, or how far a start is, to change. Changes in quick succession may be seen as one."""
+        await self._phase_change.wait()
+        return self._phase
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Admit the request and return its stream. A refusal comes here, before anything was sent, or never.
@@ -140,9 +148,9 @@ class EngineClient(ABC):
                 await self._is_idle.wait()
         except TimeoutError:
             self._fail_streams("the server is shutting down", "shutting_down")
-        async with self._stopping:
-            await self._end()
         self._died("shut down")
+        async with self._ending:
+            await self._end()
 
     # --- the transport's side ---------------------------------------------------------------------------------------
 
@@ -162,7 +170,6 @@ class EngineClient(ABC):
         """A new engine is about to live: forget the one before it."""
         assert not self._streams
         self._stats, self._info, self._refusal = EngineStats(), None, None
-        self._has_started.clear()
         self._enter(EnginePhase("starting", text=text))
 
     def _receive(self, message: FromEngine) -> None:
@@ -209,5 +216,5 @@ class EngineClient(ABC):
 
     def _enter(self, phase: EnginePhase) -> None:
         self._phase = phase
-        if phase.name != "starting":
-            self._has_started.set()
+        self._phase_change.set()
+        self._phase_change = asyncio.Event()

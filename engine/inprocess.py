@@ -9,9 +9,7 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.dispatch import STOP_GRACE_S, EngineClient
-from engine.loop import EngineLoop
-from engine.thread import Build, ProgressCallback, run_engine
-from engine.types import EngineInfo
+from engine.thread import Build, build_from_config, run_engine
 from engine.wire import FromEngine, Stop, ToEngine
 
 
@@ -28,7 +26,7 @@ class InProcessClient(EngineClient):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> InProcessClient:
-        return cls(lambda progress: _build_engine(config, progress))
+        return cls(lambda progress: build_from_config(config, progress))
 
     async def _launch(self) -> None:
         assert self._ended is None or self._ended.is_set(), "the engine before this one still hangs in its step"
@@ -80,9 +78,3 @@ class _QueueInbox:
                 messages.append(self._queue.get_nowait())
             except queue.Empty:
                 return messages
-
-
-def _build_engine(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
-    from engine.build import build_engine  # torch: not before an engine is wanted
-
-    return build_engine(config, progress)

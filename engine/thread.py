@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.loop import EngineLoop
 from engine.types import EngineInfo
@@ -20,6 +21,8 @@ ProgressCallback = Callable[[str, int, int], None]
 
 Build = Callable[[ProgressCallback], tuple[EngineLoop, EngineInfo]]
 """Loads an engine. Raises ConfigError or ModelError when that cannot work."""
+
+BuildFromConfig = Callable[[EngineConfig, ProgressCallback], tuple[EngineLoop, EngineInfo]]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,13 @@ def run_engine(build: Build, inbox: Inbox, send: Callable[[FromEngine], None]) -
         send(Failed("engine", f"a step failed with {type(error).__name__}: {error}"))
         return False
     return True
+
+
+def build_from_config(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
+    """The real engine. Imports torch, and is the only thing here that does."""
+    from engine.build import build_engine
+
+    return build_engine(config, progress)
 
 
 def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -24,18 +22,9 @@ from engine.errors import (
     RequestTooLarge,
     RequestTooLong,
 )
-from engine.types import GenerateRequest, SamplingParams, TokenLogprobs, Update
+from engine.types import SamplingParams, TokenLogprobs, Update
+from support.running import TIMEOUT_S, asyncio_test, read, request
 from support.scripted import ScriptedExecutor, from_script, scripted_client, scripted_info, scripted_loop
-
-TIMEOUT_S = 20.0
-
-
-def asyncio_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), TIMEOUT_S))
-
-    return run
 
 
 @asynccontextmanager
@@ -46,22 +35,6 @@ async def ready(client: EngineClient) -> AsyncIterator[EngineClient]:
         yield client
     finally:
         await client.close()
-
-
-def request(name: str = "r", prompt: tuple[int, ...] = (5,), **changes: Any) -> GenerateRequest:
-    return GenerateRequest(name, prompt, **({"max_new_tokens": 4} | changes))
-
-
-async def read(stream: RequestStream) -> dict[int, Update]:
-    """All of a stream, joined to one update a choice; each choice must end exactly once."""
-    choices: dict[int, Update] = {}
-    async for update in stream:
-        before = choices.get(update.index)
-        assert before is None or before.finish is None, "news after the last update"
-        tokens = update.token_ids if before is None else before.token_ids + update.token_ids
-        choices[update.index] = replace(update, token_ids=tokens)
-    assert all(update.finish is not None for update in choices.values())
-    return choices
 
 
 async def held(executor: ScriptedExecutor) -> None:

@@ -1,0 +1,149 @@
+"""An engine in a process of its own, reached over Unix sockets in a private folder. What a server runs.
+
+    FOLDER/          0700, removed with the engine
+        to-engine    the child receives
+        from-engine  this process receives
+
+The child's death is seen by its exit, never by a timeout; its standard input is how it sees ours (engine/process.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from engine.config import EngineConfig
+from engine.dispatch import STOP_GRACE_S, EngineClient
+from engine.errors import ConfigError
+from engine.wire import Failed, Garbled, Start, Stop, ToEngine, decode_from_engine, encode
+
+LAST_WORD_S = 0.5
+"""How long the last message of a child that ended by itself may be under way."""
+
+
+class ProcessClient(EngineClient):
+    """Spawns `python -m MODULE FOLDER`, tells it its config, and passes messages until either end is gone."""
+
+    def __init__(
+        self, config: EngineConfig, *, module: str = "engine.process", stop_grace_s: float = STOP_GRACE_S
+    ) -> None:
+        """module: what runs in the child; it calls `engine.process.main`."""
+        super().__init__()
+        self._config = config
+        self._module = module
+        self._stop_grace_s = stop_grace_s
+        self._child: _Child | None = None
+        self._life: asyncio.Task[None] | None = None
+        """Ends when the child is gone and everything of it is given back."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process; None when there is none."""
+        return None if self._child is None else self._child.process.pid
+
+    async def _launch(self) -> None:
+        self._begin("starting the engine process")
+        self._child = await _spawn(self._module)
+        self._send(Start(self._config))
+        self._life = asyncio.create_task(self._live(self._child))
+
+    def _send(self, message: ToEngine) -> None:
+        if self._child is not None:
+            self._child.sender.send(encode(message), zmq.NOBLOCK)  # never full: it is unbounded, admission is not
+
+    async def _end(self) -> None:
+        if self._life is None:
+            return
+        if self._child is not None:
+            self._send(Stop())
+            if self._info is None:  # it reads no messages while it loads
+                self._child.signal(signal.SIGTERM)
+        done, _ = await asyncio.wait((self._life,), timeout=self._stop_grace_s)
+        if not done and self._child is not None:
+            self._child.signal(signal.SIGKILL)
+        await self._life
+
+    async def _live(self, child: _Child) -> None:
+        hearing = asyncio.create_task(self._hear(child))
+        exiting = asyncio.create_task(child.process.wait())
+        await asyncio.wait((hearing, exiting), return_when=asyncio.FIRST_COMPLETED)
+        if not exiting.done():
+            await asyncio.wait((exiting,), timeout=self._stop_grace_s)
+            child.signal(signal.SIGKILL)
+        elif exiting.result() > 0:
+            await asyncio.wait((hearing,), timeout=LAST_WORD_S)
+        hearing.cancel()
+        self._child = None
+        self._died(_how_it_ended(await exiting))
+        child.close()
+
+    async def _hear(self, child: _Child) -> None:
+        """Until the engine has said that it ends, or says what cannot be understood."""
+        while True:
+            try:
+                message = decode_from_engine(await child.receiver.recv())
+            except Garbled as error:
+                message = Failed("engine", f"a message from the engine could not be read: {error}")
+            self._receive(message)
+            if isinstance(message, Failed):
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A running child and what of ours goes with it."""
+
+    process: asyncio.subprocess.Process
+    sender: zmq.Socket[bytes]
+    receiver: zmq.asyncio.Socket
+    ours: ExitStack
+    """The folder and the sockets."""
+
+    def signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def close(self) -> None:
+        """Behind its exit."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.ours.close()
+
+
+async def _spawn(module: str) -> _Child:
+    with ExitStack() as ours:
+        folder = ours.enter_context(tempfile.TemporaryDirectory(prefix="cellserve-", ignore_cleanup_errors=True))
+        path = f"{folder}/from-engine"
+        if len(path) > zmq.IPC_PATH_MAX_LEN:
+            raise ConfigError(f"{path} is too long for a socket's name: set TMPDIR to a shorter folder")
+        context = ours.enter_context(zmq.Context())
+        receiver = ours.enter_context(zmq.asyncio.Socket(context, zmq.PULL))
+        sender = ours.enter_context(zmq.Socket(context, zmq.PUSH))
+        for socket in (receiver, sender):
+            socket.set_hwm(0)
+            socket.linger = 0
+        sender.reconnect_ivl = 10  # ms; the child binds its end when it has come up
+        receiver.bind(f"ipc://{path}")
+        sender.connect(f"ipc://{folder}/to-engine")
+        # The child finds modules exactly where this process does; -P keeps the working folder from standing in front.
+        search = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", module, folder),
+            stdin=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": search},
+        )
+        return _Child(process, sender, receiver, ours.pop_all())
+
+
+def _how_it_ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"the engine process ended with exit code {exit_code}"
+    return f"the engine process was ended by {signal.Signals(-exit_code).name}"

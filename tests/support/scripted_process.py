@@ -1,0 +1,79 @@
+"""An engine process with a scripted executor: `ProcessClient(config, module="support.scripted_process")`.
+
+The config's model says what goes wrong: see `SCENES`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelError
+from engine.loop import EngineLoop
+from engine.process import main
+from engine.types import EngineInfo
+from support.scripted import ScriptedExecutor, scripted_info, scripted_loop
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+def build(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
+    progress("reading the script", 1, 2)
+    executor = ScriptedExecutor()
+    SCENES[config.model](executor)
+    info = scripted_info(max_num_seqs=config.max_num_seqs, max_waiting=config.max_waiting)
+    return scripted_loop(executor, info), info
+
+
+def _plain(executor: ScriptedExecutor) -> None:
+    pass
+
+
+def _refuse_config(executor: ScriptedExecutor) -> None:
+    raise ConfigError("these options do not go together")
+
+
+def _refuse_model(executor: ScriptedExecutor) -> None:
+    raise ModelError("there is no such model")
+
+
+def _crash_in_load(executor: ScriptedExecutor) -> None:
+    raise ZeroDivisionError("by zero")
+
+
+def _load_for_ever(executor: ScriptedExecutor) -> None:
+    threading.Event().wait()
+
+
+def _hang(executor: ScriptedExecutor) -> None:
+    """The second step never ends."""
+    executor.release(1)
+
+
+def _break(executor: ScriptedExecutor) -> None:
+    executor.fail_step(2, MemoryError("the device is gone"))
+
+
+def _vanish(executor: ScriptedExecutor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+SCENES: dict[str, Callable[[ScriptedExecutor], None]] = {
+    "plain": _plain,
+    "refuse-config": _refuse_config,
+    "refuse-model": _refuse_model,
+    "crash-in-load": _crash_in_load,
+    "load-for-ever": _load_for_ever,
+    "hang": _hang,
+    "break": _break,
+    "vanish": _vanish,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), build))

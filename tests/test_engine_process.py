@@ -1,0 +1,283 @@
+"""The engine in its own process: real children, real sockets, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.client import ProcessClient
+from engine.config import EngineConfig
+from engine.errors import CellserveError, ConfigError, Draining, EngineUnavailable, ModelError, QueueFull
+from engine.types import SamplingParams
+from engine.wire import Garbled, Submit, decode_from_engine, decode_to_engine, encode
+from support.running import TIMEOUT_S, asyncio_test, read, request
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An empty folder in which temporary folders are made. Short: sockets live in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def scene(name: str, **options: Any) -> ProcessClient:
+    return ProcessClient(EngineConfig(model=name, **options), module="support.scripted_process")
+
+
+@asynccontextmanager
+async def ready(name: str, **options: Any) -> AsyncIterator[ProcessClient]:
+    client = scene(name, **options)
+    await client.start()
+    try:
+        await client.wait_ready()
+        yield client
+    finally:
+        await client.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@asyncio_test
+async def test_a_request_goes_to_the_child_and_its_tokens_come_back(temporary: Path) -> None:
+    async with ready("plain", max_num_seqs=3, max_waiting=5) as client:
+        pid = client.pid
+        assert pid is not None
+        assert pid != os.getpid()
+        assert (client.info.max_num_seqs, client.info.max_waiting) == (3, 5)
+        params = SamplingParams(seed=1, logprobs=2, prompt_logprobs=1, logit_bias=((3, -1.5),))
+        choices = await read(client.submit(request(prompt=(5, 6), n=2, sampling=params)))
+        assert [choices[index].token_ids for index in (0, 1)] == [(7, 8, 9, 10)] * 2
+        assert choices[0].finish == "length"
+        assert client.stats.generated_tokens == 8
+        (folder,) = temporary.iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert sorted(entry.name for entry in folder.iterdir()) == ["from-engine", "to-engine"]
+    assert not is_alive(pid)
+    assert list(temporary.iterdir()) == []
+    assert (client.phase.name, client.phase.reason) == ("dead", "shut down")
+
+
+@asyncio_test
+async def test_a_flood_of_requests_is_admitted_up_to_the_limit_and_all_of_it_is_answered() -> None:
+    async with ready("plain", max_num_seqs=8, max_waiting=40) as client:
+        streams = [client.submit(request(f"r{i}", (i + 1,))) for i in range(48)]
+        with pytest.raises(QueueFull):
+            client.submit(request("one more"))
+        answers = await asyncio.gather(*(read(stream) for stream in streams))
+        assert [answer[0].token_ids[0] for answer in answers] == [i + 2 for i in range(48)]
+
+
+@asyncio_test
+async def test_leaving_a_stream_ends_the_request_in_the_child() -> None:
+    async with ready("plain") as client:
+        async with client.submit(request("left", max_new_tokens=500)) as stream:
+            await anext(stream)
+        stream = client.submit(request("cancelled", max_new_tokens=500))
+        client.cancel("cancelled")
+        assert (await read(stream))[0].finish == "cancelled"
+        assert client.num_outstanding == 0
+        assert client.stats.cells_used == 0
+
+
+@asyncio_test
+async def test_the_load_tells_how_far_it_is() -> None:
+    client = scene("load-for-ever")
+    await client.start()
+    assert client.phase.text == "starting the engine process"
+    while client.phase.of == 0:
+        await client.next_phase()
+    assert (client.phase.name, client.phase.text, client.phase.done) == ("starting", "reading the script", 1)
+    with pytest.raises(EngineUnavailable, match="loading"):
+        client.submit(request())
+    await client.close()
+    assert client.pid is None
+    with pytest.raises(EngineUnavailable, match="shut down"):
+        await client.wait_ready()
+
+
+@asyncio_test
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("refuse-config", ConfigError, "these options do not go together"),
+        ("refuse-model", ModelError, "there is no such model"),
+    ],
+)
+async def test_a_refused_load_comes_back_as_its_own_error_and_prints_nothing(
+    name: str, error: type[CellserveError], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = scene(name)
+    await client.start()
+    with pytest.raises(error, match=message):
+        await client.wait_ready()
+    await client.close()
+    assert capfd.readouterr() == ("", "")
+
+
+@asyncio_test
+async def test_a_crash_in_the_load_is_an_engine_that_is_not_there_and_leaves_its_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    client = scene("crash-in-load")
+    await client.start()
+    with pytest.raises(EngineUnavailable, match="ZeroDivisionError: by zero"):
+        await client.wait_ready()
+    await client.close()
+    assert "Traceback" in capfd.readouterr().err
+
+
+@asyncio_test
+@pytest.mark.parametrize(("name", "reason"), [("vanish", "SIGKILL"), ("no-such-scene", "KeyError")])
+async def test_a_child_that_goes_before_it_is_ready_says_how(name: str, reason: str) -> None:
+    client = scene(name)
+    await client.start()
+    with pytest.raises(EngineUnavailable, match=reason):
+        await client.wait_ready()
+    await client.close()
+
+
+@asyncio_test
+async def test_r14_a_killed_engine_fails_every_open_stream_at_once_and_can_be_started_anew(temporary: Path) -> None:
+    async with ready("hang") as client:
+        streams = [client.submit(request("a", n=2)), client.submit(request("b"))]
+        assert (await anext(streams[0])).token_ids == (6,)
+        assert client.pid is not None
+        first_pid = client.pid
+        killed_at = asyncio.get_running_loop().time()
+        os.kill(first_pid, signal.SIGKILL)
+        choices = [choice for stream in streams for choice in (await read(stream)).values()]
+        assert asyncio.get_running_loop().time() - killed_at < 1.0
+        assert [(choice.finish, choice.error_code) for choice in choices] == [("failed", "engine_unavailable")] * 3
+        assert (client.phase.name, client.phase.reason) == ("dead", "the engine process was ended by SIGKILL")
+        with pytest.raises(EngineUnavailable):
+            client.submit(request("c"))
+        client.cancel("a")
+        await client.start()
+        await client.wait_ready()
+        assert client.pid != first_pid
+        assert (await read(client.submit(request("d", max_new_tokens=1))))[0].finish == "length"
+    assert list(temporary.iterdir()) == []
+
+
+@asyncio_test
+async def test_a_step_that_breaks_the_engine_fails_its_streams_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    async with ready("break") as client:
+        choice = (await read(client.submit(request())))[0]
+        assert (choice.token_ids, choice.finish, choice.error_code) == ((6,), "failed", "engine_unavailable")
+        assert client.phase.reason == "a step failed with MemoryError: the device is gone"
+    assert "the device is gone" in capfd.readouterr().err
+
+
+@asyncio_test
+async def test_a_drain_lets_the_running_ones_finish_even_if_every_process_got_the_signal() -> None:
+    async with ready("plain") as client:
+        stream = client.submit(request(max_new_tokens=500))
+        await anext(stream)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGINT)
+        os.kill(client.pid, signal.SIGTERM)
+        closing = asyncio.create_task(client.close(drain_s=TIMEOUT_S))
+        await asyncio.sleep(0)
+        with pytest.raises(Draining):
+            client.submit(request("late"))
+        assert (await read(stream))[0].finish == "length"
+        await closing
+
+
+@asyncio_test
+async def test_an_idle_engine_ends_with_sigterm() -> None:
+    async with ready("plain") as client:
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGTERM)
+        assert (await client.next_phase()).name == "dead"
+        assert client.phase.reason == "the engine process ended with exit code 0"
+
+
+@asyncio_test
+async def test_an_engine_that_hangs_in_its_step_is_ended_from_outside() -> None:
+    client = ProcessClient(EngineConfig(model="hang"), module="support.scripted_process", stop_grace_s=0.1)
+    await client.start()
+    await client.wait_ready()
+    pid = client.pid
+    stream = client.submit(request())
+    await anext(stream)
+    await client.close(drain_s=0.0)
+    assert (await read(stream))[0].error_code == "shutting_down"
+    assert pid is not None
+    assert not is_alive(pid)
+
+
+ORPHANING_PARENT = """
+import asyncio, os, signal
+from engine.client import ProcessClient
+from engine.config import EngineConfig
+
+async def main():
+    client = ProcessClient(EngineConfig(model={scene!r}), module="support.scripted_process")
+    await client.start()
+    if {scene!r} == "plain":
+        await client.wait_ready()
+    else:
+        while client.phase.of == 0:
+            await client.next_phase()
+    print(client.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "load-for-ever"])
+def test_a_child_leaves_with_its_parent_whatever_it_is_doing(name: str, temporary: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHANING_PARENT.format(scene=name)], stdout=subprocess.PIPE, env=environment
+    )
+    # The child inherits this pipe: it is at its end when both are gone.
+    output, _ = parent.communicate(timeout=TIMEOUT_S)
+    assert parent.returncode == -signal.SIGKILL
+    assert int(output) > 0
+    assert list(temporary.iterdir()) == []
+
+
+@asyncio_test
+async def test_a_temporary_folder_too_deep_for_a_socket_is_an_error_that_says_what_to_do(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = temporary / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    client = scene("plain")
+    with pytest.raises(ConfigError, match="set TMPDIR to a shorter folder"):
+        await client.start()
+    assert list(deep.iterdir()) == []
+    await client.close()
+
+
+def test_what_is_no_message_is_refused_at_both_ends() -> None:
+    submit, step = encode(Submit(request())), b"\x92\xa4step\x90"
+    for garbled in (b"", b"\xc1", submit[:-3], b"\x91\xa7unknown", step):
+        with pytest.raises(Garbled):
+            decode_to_engine(garbled)
+        with pytest.raises(Garbled):
+            decode_from_engine(garbled)
+    with pytest.raises(Garbled):
+        decode_from_engine(submit)
+    assert decode_to_engine(submit) == Submit(request())
