@@ -138,6 +138,27 @@ class CellTable:
         """A copy of every cell's reference count, [capacity]."""
         return self._refs[: self.capacity].copy()
 
+    def check_integrity(self) -> None:
+        """AssertionError if two accounts of the same thing differ. Looks at everything: for idle moments and tests."""
+        refs = np.zeros(self.capacity, np.int64)
+        page_refs = np.zeros(len(self._page_refs), np.int64)
+        for seq in np.flatnonzero(self._live).tolist():
+            length = int(self._lengths[seq])
+            cells = self._list(seq, 0, length)
+            assert len(set(cells.tolist())) == length, f"sequence {seq} holds a cell twice"
+            refs[cells] += 1
+            page_refs[self.page_table[seq, : self._pages_for(length)]] += 1
+        held = np.flatnonzero(refs)
+        assert np.array_equal(refs, self._refs[: self.capacity]), "reference counts are not what the lists say"
+        assert self._free_cells == self.capacity - held.size
+        assert self._used_end == (held[-1] + 1 if held.size else 0)
+        free = self._block_refs == 0
+        assert np.array_equal(self._block_free, np.count_nonzero(free, axis=1)), "a block's count of free cells is off"
+        assert np.array_equal(page_refs, self._page_refs), "page counts are not what the page table says"
+        free_pages = self._free_pages[: self._num_free_pages]
+        assert np.array_equal(np.sort(free_pages), np.flatnonzero(page_refs == 0)), "a page is lost or free twice"
+        assert not self._lengths[~self._live].any()
+
     # -- Verbs
 
     def seq_new(self) -> int:

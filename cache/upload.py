@@ -95,6 +95,9 @@ class Stream(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy to the device; `source` is read later."""
 
+    def scatter(self, destination: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
+        """Enqueue destination[index] = value, all on the device. An index that repeats carries the same value."""
+
     def record_copied(self) -> None:
         """Record the event "every copy so far was made"."""
 
@@ -181,8 +184,7 @@ class DeviceUploads:
 
     def _apply(self, deltas: torch.Tensor, num: int) -> None:
         if num:
-            # An index may repeat; it then carries the same value each time.
-            self._lists.index_copy_(0, deltas[: num * 8].view(torch.int64), deltas[num * 8 :].view(torch.int32))
+            self._stream.scatter(self._lists, deltas[: num * 8].view(torch.int64), deltas[num * 8 :].view(torch.int32))
 
     def _fence(self) -> None:
         try:
@@ -216,6 +218,9 @@ class CudaStream:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source, non_blocking=True)
+
+    def scatter(self, destination: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
+        destination.index_copy_(0, index, value)
 
     def record_copied(self) -> None:
         self._copied.record(torch.cuda.current_stream(self._device))
