@@ -52,7 +52,9 @@ class EngineClient(ABC):
         """Set and replaced with every change."""
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._ending = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        """Held by whoever launches or ends an engine."""
+        self._is_closed = False
 
     @property
     def phase(self) -> EnginePhase:
@@ -81,8 +83,13 @@ class EngineClient(ABC):
         return time.monotonic() - self._moved_at_s if self._num_outstanding else 0.0
 
     async def start(self) -> None:
-        """Launch the engine and return at once; `phase` and `wait_ready` tell the rest. A dead engine starts anew."""
-        async with self._ending:
+        """Launch the engine and return at once; `phase` and `wait_ready` tell the rest.
+
+        A dead engine starts anew. A closed client stays closed: EngineUnavailable.
+        """
+        async with self._changing:
+            if self._is_closed:
+                raise EngineUnavailable("the server has shut down")
             await self._end()
             await self._launch()
 
@@ -141,6 +148,7 @@ class EngineClient(ABC):
 
         Repeating it is harmless; a second call with a shorter time cuts the first one's short.
         """
+        self._is_closed = True
         if self._phase.name in ("starting", "ready"):
             self._enter(EnginePhase("draining"))
         try:
@@ -149,7 +157,7 @@ class EngineClient(ABC):
         except TimeoutError:
             self._fail_streams("the server is shutting down", "shutting_down")
         self._died("shut down")
-        async with self._ending:
+        async with self._changing:
             await self._end()
 
     # --- the transport's side ---------------------------------------------------------------------------------------

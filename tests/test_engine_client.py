@@ -22,7 +22,9 @@ from engine.errors import (
     RequestTooLarge,
     RequestTooLong,
 )
+from engine.thread import run_engine
 from engine.types import SamplingParams, TokenLogprobs, Update
+from engine.wire import FromEngine, Ready, Step, Stop, Submit, ToEngine
 from support.running import TIMEOUT_S, asyncio_test, read, request
 from support.scripted import ScriptedExecutor, from_script, scripted_client, scripted_info, scripted_loop
 
@@ -301,6 +303,32 @@ async def test_work_without_a_sign_of_life_is_a_stall_and_idleness_is_not() -> N
         assert client.stats.last_step_unix_s > 0
 
 
+# --- the engine thread
+
+
+class ScriptedInbox:
+    """Hands out `letters` one take at a time, and notes which takes were ready to sleep."""
+
+    def __init__(self, *letters: list[ToEngine]) -> None:
+        self._letters = list(letters)
+        self.waits: list[bool] = []
+
+    def take(self, *, wait: bool) -> list[ToEngine]:
+        self.waits.append(wait)
+        if not wait and len(self._letters) == 1:
+            return []  # the last letter waits until there is nothing to do
+        return self._letters.pop(0)
+
+
+def test_the_engine_thread_sleeps_when_there_is_nothing_to_do_and_sends_once_a_step() -> None:
+    executor, info, sent = ScriptedExecutor(), scripted_info(), list[FromEngine]()
+    inbox = ScriptedInbox([Submit(request(max_new_tokens=2)), Submit(request("s", max_new_tokens=3))], [], [Stop()])
+    assert run_engine(lambda progress: (scripted_loop(executor, info), info), inbox, sent.append)
+    assert inbox.waits == [True, False, False, True]
+    assert [type(message) for message in sent] == [Ready, Step, Step, Step]
+    assert [len(message.updates) for message in sent if isinstance(message, Step)] == [2, 2, 1]
+
+
 # --- start
 
 
@@ -409,6 +437,8 @@ async def test_a_drain_refuses_new_requests_and_lets_the_running_ones_finish() -
         assert (client.phase.name, client.phase.reason) == ("dead", "shut down")
         with pytest.raises(EngineUnavailable):
             client.submit(request("later"))
+        with pytest.raises(EngineUnavailable):
+            await client.start()
 
 
 @asyncio_test
