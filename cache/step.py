@@ -1,8 +1,8 @@
 """The value that tells one forward where to write its K/V and which cells each of its rows reads.
 
-A row attends a run (DESIGN D2): row r reads `cells_of[table_row[r]][start[r] : start[r] + count[r]]`. Causality, windows
-and forks are all (start, count). On CUDA the tensors are the same buffers in every step, so a captured graph
-reads the current step through fixed addresses.
+A row attends a run (DESIGN D2): row r reads `cells_of[table_row[r]][start[r] : start[r] + count[r]]`. Causality,
+windows and forks are all (start, count). On CUDA the tensors are the same buffers in every step, so a captured
+graph reads the current step through fixed addresses.
 """
 
 from __future__ import annotations
@@ -45,4 +45,4 @@ class CellStep:
     read_len: int  # longest count of any row and reach
     pool: Pool
     plans: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
-    """What an attention path derived from this step (per reach), kept so that every layer reuses the first one's work."""
+    """What an attention path derived from this step, per reach: the first layer pays, the others reuse it."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
-from support.steps import build_step, plain_pool
 
-from cache.attend import attend, reference
+from cache.attend import attend, cpu_runs, reference
 from cache.geometry import InvalidProgram, Reach
+from support.steps import build_step, plain_pool, random_cells, random_rows
 
 ALL = Reach()
 
@@ -82,3 +87,130 @@ def test_shapes_that_disagree_with_the_pool_are_refused_before_anything_is_writt
     with pytest.raises(InvalidProgram, match="sinks"):
         attend(query, row, row, 0, step, reach=ALL, scale=1.0, sinks=torch.zeros(2))
     assert torch.equal(pool.keys[0], before)
+
+
+def test_the_package_imports_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import cache.attend"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+REACHES = [ALL, Reach("window", 5), Reach("window", 40), Reach("chunk", 16)]
+EXTRAS = [{}, {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_cpu_path_equals_the_mask_in_any_mix_of_rows(seed: int) -> None:
+    """CELL-26: decodes, chunks, forks, windows, padding; K and V of different widths; head groups; caps and sinks."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    kv_heads, group = rng.choice([(1, 1), (2, 3), (3, 1)])
+    k_dim, v_dim = rng.choice([(16, 16), (24, 8)])
+    pool = plain_pool(600, kv_heads=kv_heads, k_dim=k_dim, v_dim=v_dim, generator=generator)
+    cells = random_cells(rng, 600, sequences=rng.randint(1, 6), longest=90)
+    rows = random_rows(rng, cells, longest_chunk=60)
+    step = build_step(pool, cells, rows, reaches=REACHES, width=len(rows) + rng.choice([0, 0, 3, 20]))
+    query = torch.randn(step.width, kv_heads * group, k_dim, generator=generator)
+    for reach in REACHES:
+        extras: dict[str, Any] = dict(EXTRAS[(seed + REACHES.index(reach)) % len(EXTRAS)])
+        if "sinks" in extras:
+            extras["sinks"] = torch.randn(kv_heads * group, generator=generator)
+        args = (query, pool.keys[0], pool.values[0], step)
+        expected = reference.attend_cells(*args, reach=reach, scale=0.3, **extras)
+        actual = cpu_runs.attend_cells(*args, reach=reach, scale=0.3, **extras)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "tolerance"),
+    [
+        (torch.float64, torch.float64, 1e-12),
+        (torch.bfloat16, torch.bfloat16, 2e-2),
+        (torch.float16, torch.float16, 2e-3),
+        (torch.float32, torch.float16, 1e-5),
+    ],
+)
+def test_other_dtypes_and_a_pool_narrower_than_the_query_are_served(
+    dtype: torch.dtype, kv_dtype: torch.dtype, tolerance: float, extras: dict[str, float]
+) -> None:
+    pool = plain_pool(100, kv_heads=2, k_dim=16, dtype=kv_dtype)
+    cells = [list(range(40)), list(range(99, 70, -1))]
+    step = build_step(pool, cells, [(0, p) for p in range(10, 40)] + [(1, 28)])
+    args = (torch.randn(31, 4, 16).to(dtype), pool.keys[0], pool.values[0], step)
+    actual = cpu_runs.attend_cells(*args, reach=ALL, scale=0.3, **extras)
+    assert actual.dtype == dtype
+    expected = reference.attend_cells(*args, reach=ALL, scale=0.3, **extras)
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("path", [reference, cpu_runs], ids=["reference", "cpu_runs"])
+@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
+def test_nan_in_cells_nobody_reads_never_leaks(path: Any, extras: dict[str, float]) -> None:
+    """Freed cells keep their bytes: whatever lies there, and in the scratch row, must not reach a row."""
+    pool = plain_pool(200, kv_heads=2, k_dim=8)
+    cells = [list(range(10, 70)), [90, 100, 95], list(range(120, 160)), [5]]
+    rows = [(1, 2), (3, 0), *((0, p) for p in range(30, 60)), (2, 39)]
+    owned = torch.tensor([cell + 1 for own in cells for cell in own])
+    for store in (pool.keys[0], pool.values[0]):
+        kept = store[owned].clone()
+        store.fill_(float("nan"))
+        store[owned] = kept
+    step = build_step(pool, cells, rows, reaches=REACHES, width=36)
+    for reach in REACHES:
+        query = torch.randn(36, 4, 8)
+        assert (
+            path.attend_cells(query, pool.keys[0], pool.values[0], step, reach=reach, scale=0.3, **extras)
+            .isfinite()
+            .all()
+        )
+
+
+@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
+def test_a_sequence_full_of_nan_harms_nobody_else(extras: dict[str, float]) -> None:
+    pool = plain_pool(200, kv_heads=2, k_dim=8)
+    cells = [list(range(10, 70)), [90, 100, 95], list(range(120, 160))]
+    for store in (pool.keys[0], pool.values[0]):
+        store[121:161] = float("nan")
+    rows = [(1, 2), *((2, p) for p in range(10, 40)), *((0, p) for p in range(30, 60)), (2, 39)]
+    step = build_step(pool, cells, rows)
+    query = torch.randn(len(rows), 4, 8)
+    out = cpu_runs.attend_cells(query, pool.keys[0], pool.values[0], step, reach=ALL, scale=0.3, **extras)
+    poisoned = torch.tensor([sequence == 2 for sequence, _ in rows])
+    assert out[~poisoned].isfinite().all()
+    assert out[poisoned].isnan().all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_neighbours_do_not_change_a_row(seed: int) -> None:
+    """A row alone, in its step, and in its step with the sequences reordered: the same within float rounding."""
+    rng = random.Random(seed)
+    pool = plain_pool(400, kv_heads=2, k_dim=16)
+    cells = random_cells(rng, 400, sequences=5, longest=50)
+    chunks = [
+        [(s, p) for p in range(len(own) - rng.choice([1, min(20, len(own))]), len(own))] for s, own in enumerate(cells)
+    ]
+    query = {row: torch.randn(4, 16) for chunk in chunks for row in chunk}
+
+    def attended(order: list[list[tuple[int, int]]]) -> dict[tuple[int, int], torch.Tensor]:
+        rows = [row for chunk in order for row in chunk]
+        step = build_step(pool, cells, rows)
+        stacked = torch.stack([query[row] for row in rows])
+        out = cpu_runs.attend_cells(stacked, pool.keys[0], pool.values[0], step, reach=ALL, scale=0.3)
+        return dict(zip(rows, out, strict=True))
+
+    together, reordered = attended(chunks), attended(rng.sample(chunks, len(chunks)))
+    for row, out in together.items():
+        torch.testing.assert_close(out, reordered[row], atol=2e-6, rtol=0)
+        torch.testing.assert_close(out, attended([[row]])[row], atol=2e-6, rtol=0)
+
+
+def test_layers_share_one_plan_per_reach_and_a_new_step_has_its_own() -> None:
+    pool = plain_pool(50, kv_heads=1, k_dim=8, layers=3)
+    reaches = [ALL, Reach("window", 4)]
+    step = build_step(pool, [list(range(20))], [(0, 19)], reaches=reaches)
+    for layer in range(3):
+        for reach in reaches:
+            attend(
+                torch.randn(1, 2, 8), torch.randn(1, 1, 8), torch.randn(1, 1, 8), layer, step, reach=reach, scale=1.0
+            )
+    assert len(step.plans) == 2
+    assert build_step(pool, [list(range(20))], [(0, 19)]).plans == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, cast
 
 import torch
@@ -92,3 +93,34 @@ def build_step(
         read_len=max(int(run.count.max()) for run in runs.values()),
         pool=cast(Any, pool),
     )
+
+
+def random_cells(random: Random, num_cells: int, *, sequences: int, longest: int) -> list[list[int]]:
+    """Cell lists of that many sequences: some fork another one, some ascend, the rest are scattered."""
+    free = random.sample(range(num_cells), num_cells)
+    cells: list[list[int]] = []
+    for _ in range(sequences):
+        shared: list[int] = []
+        if cells and random.random() < 0.3:
+            source = random.choice(cells)
+            shared = source[: random.randint(1, len(source))]
+        fresh = [free.pop() for _ in range(random.randint(1, longest))]
+        cells.append(shared + (sorted(fresh) if random.random() < 0.5 else fresh))
+    return cells
+
+
+def random_rows(random: Random, cells: Sequence[Sequence[int]], *, longest_chunk: int) -> list[tuple[int, int]]:
+    """Each sequence's last positions, one (a decode) or several (a chunk), in any order and sometimes interleaved."""
+    chunks: list[list[tuple[int, int]]] = []
+    for sequence in random.sample(range(len(cells)), len(cells)):
+        owned = len(cells[sequence])
+        size = 1 if random.random() < 0.5 else random.randint(1, min(longest_chunk, owned))
+        chunks.append([(sequence, position) for position in range(owned - size, owned)])
+    if random.random() < 0.3:  # CELL-17: any interleaving, each sequence in its own order
+        rows = []
+        while chunks:
+            chunk = random.choice(chunks)
+            rows.append(chunk.pop(0))
+            chunks = [left for left in chunks if left]
+        return rows
+    return [row for chunk in chunks for row in chunk]
