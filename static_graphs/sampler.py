@@ -120,6 +120,35 @@ def largest(logits: Tensor, count: int) -> Tensor:
     return keys.topk(count, dim=-1).values.neg_() & 0xFFFFFFFF
 
 
+def keep_prefix(logits: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
+    """The shortest prefix of the order (logit descending, lower id first) whose weight reaches `wanted`.
+
+    weights: i64[R, V] >= 0, equal where logits are equal, unless 0. wanted: i64[R, 1] >= 1. -> bool[R, V].
+    Finds the logit at which the prefix ends, 11 + 11 + 10 bits of its order at a time: one histogram of weight a level.
+    """
+    falling = ~_order(logits)  # ascending is most likely first
+    digits = (falling >> 21) + 1024
+    rest = wanted
+    bins = 2048
+    inside: Tensor | None = None
+    for shift in (10, 0, None):
+        # One bin more collects what earlier levels ruled out.
+        histogram = weights.new_zeros((weights.shape[0], bins + 1)).scatter_add_(-1, digits.to(torch.int64), weights)
+        running = histogram[:, :bins].cumsum(dim=-1)
+        cut = (running < rest).sum(dim=-1, keepdim=True).clamp_(max=bins - 1)
+        rest = rest - (running.gather(-1, cut) - histogram.gather(-1, cut))
+        inside = digits == cut.to(torch.int32)
+        if shift is not None:
+            bins = 2048 if shift else 1024
+            digits = torch.where(inside, (falling >> shift) & (bins - 1), bins)
+    assert inside is not None
+    # `inside` is now every token whose logit equals the cut. Each weighs the same: keep as many as the rest needs.
+    weight = torch.where(inside, weights, 0).amax(dim=-1, keepdim=True).clamp_(min=1)
+    ties = ((rest + weight - 1) // weight).to(torch.int32)
+    edge = torch.where(inside, falling, torch.iinfo(torch.int32).min).amax(dim=-1, keepdim=True)
+    return (falling < edge) | (inside & (inside.cumsum(dim=-1, dtype=torch.int32) <= ties))
+
+
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
     """float32 log-softmax values of R rows; -inf where the model rules a token out."""
@@ -224,14 +253,14 @@ def _draw_from_all(logits: Tensor, inputs: SampleInputs, route: Route) -> Tensor
     keep: Tensor | None = None
     if route.has_top_k:
         wanted = torch.where(inputs.top_k > 0, inputs.top_k, logits.shape[-1]).unsqueeze(-1)
-        keep = _keep_prefix(logits, torch.ones_like(logits, dtype=torch.int64), wanted)
+        keep = keep_prefix(logits, torch.ones_like(logits, dtype=torch.int64), wanted)
     if route.has_top_p:
         mass = _mass(probs)
         if keep is not None:
             mass *= keep
         total = mass.sum(dim=-1, keepdim=True)
         # Where top_p is off, tokens too unlikely to have any mass stay in.
-        nucleus = _keep_prefix(logits, mass, _mass_wanted(total, inputs)) | (inputs.top_p >= 1.0).unsqueeze(-1)
+        nucleus = keep_prefix(logits, mass, _mass_wanted(total, inputs)) | (inputs.top_p >= 1.0).unsqueeze(-1)
         keep = nucleus if keep is None else keep & nucleus
     if route.has_min_p:
         likely = distance <= _min_p_distance(inputs)
@@ -285,32 +314,3 @@ def _order(logits: Tensor) -> Tensor:
     """f32 -> i32 that compares like the floats do (-0.0 equals 0.0)."""
     bits = (logits + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def _keep_prefix(logits: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """The shortest prefix of the order (logit descending, lower id first) whose weight reaches `wanted`.
-
-    weights: i64[R, V] >= 0, equal where logits are equal, unless 0. wanted: i64[R, 1] >= 1. -> bool[R, V].
-    Finds the logit at which the prefix ends, 11 + 11 + 10 bits of its order at a time: one histogram of weight a level.
-    """
-    falling = ~_order(logits)  # ascending is most likely first
-    digits = (falling >> 21) + 1024
-    rest = wanted
-    bins = 2048
-    inside: Tensor | None = None
-    for shift in (10, 0, None):
-        # One bin more collects what earlier levels ruled out.
-        histogram = weights.new_zeros((weights.shape[0], bins + 1)).scatter_add_(-1, digits.to(torch.int64), weights)
-        running = histogram[:, :bins].cumsum(dim=-1)
-        cut = (running < rest).sum(dim=-1, keepdim=True).clamp_(max=bins - 1)
-        rest = rest - (running.gather(-1, cut) - histogram.gather(-1, cut))
-        inside = digits == cut.to(torch.int32)
-        if shift is not None:
-            bins = 2048 if shift else 1024
-            digits = torch.where(inside, (falling >> shift) & (bins - 1), bins)
-    assert inside is not None
-    # `inside` is now every token whose logit equals the cut. Each weighs the same: keep as many as the rest needs.
-    weight = torch.where(inside, weights, 0).amax(dim=-1, keepdim=True).clamp_(min=1)
-    ties = ((rest + weight - 1) // weight).to(torch.int32)
-    edge = torch.where(inside, falling, torch.iinfo(torch.int32).min).amax(dim=-1, keepdim=True)
-    return (falling < edge) | (inside & (inside.cumsum(dim=-1, dtype=torch.int32) <= ties))
