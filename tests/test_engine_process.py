@@ -87,9 +87,9 @@ async def test_a_flood_of_requests_is_admitted_up_to_the_limit_and_all_of_it_is_
 @asyncio_test
 async def test_leaving_a_stream_ends_the_request_in_the_child() -> None:
     async with ready("plain") as client:
-        async with client.submit(request("left", max_new_tokens=500)) as stream:
+        async with client.submit(request("left", max_new_tokens=90_000)) as stream:
             await anext(stream)
-        stream = client.submit(request("cancelled", max_new_tokens=500))
+        stream = client.submit(request("cancelled", max_new_tokens=90_000))
         client.cancel("cancelled")
         assert (await read(stream))[0].finish == "cancelled"
         assert client.num_outstanding == 0
@@ -187,8 +187,8 @@ async def test_a_step_that_breaks_the_engine_fails_its_streams_and_says_why(capf
 
 @asyncio_test
 async def test_a_drain_lets_the_running_ones_finish_even_if_every_process_got_the_signal() -> None:
-    async with ready("plain") as client:
-        stream = client.submit(request(max_new_tokens=500))
+    async with ready("hang") as client:
+        stream = client.submit(request())
         await anext(stream)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGINT)
@@ -197,6 +197,7 @@ async def test_a_drain_lets_the_running_ones_finish_even_if_every_process_got_th
         await asyncio.sleep(0)
         with pytest.raises(Draining):
             client.submit(request("late"))
+        os.kill(client.pid, signal.SIGUSR1)
         assert (await read(stream))[0].finish == "length"
         await closing
 

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from engine.client import InProcessClient
 from engine.errors import SessionsExhausted, StepFailed
@@ -80,6 +81,7 @@ class ScriptedExecutor:
         self.batches: list[Batch] = []
         """Every batch that was launched, in order."""
         self._owners: Counter[int] = Counter()  # cell -> sessions that hold it
+        self._free = list(range(cells))  # a heap
         self._failures: dict[int, Exception] = {}  # launch number, from 1
         self._session_failures: dict[tuple[int, ...], str] = {}  # prompt
         self._gate = threading.Condition()
@@ -120,7 +122,7 @@ class ScriptedExecutor:
 
     @property
     def free_cells(self) -> int:
-        return self.total_cells - len(self._owners)
+        return len(self._free)
 
     def method_calls(self) -> tuple[tuple[str, int], ...]:
         return (("forward_others", len(self.batches)),)
@@ -156,8 +158,11 @@ class ScriptedExecutor:
         if session is None:
             return
         self.closed += 1
-        self._owners.subtract(session.cells)
-        self._owners += Counter()  # drops the cells that nobody holds
+        for cell in session.cells:
+            self._owners[cell] -= 1
+            if not self._owners[cell]:
+                del self._owners[cell]
+                heappush(self._free, cell)
 
     def launch(self, batch: Batch) -> ScriptedInFlight:
         if batch.num_tokens > self.free_cells:
@@ -195,12 +200,7 @@ class ScriptedExecutor:
 
     def _claim(self, count: int) -> list[int]:
         """The `count` lowest free cells."""
-        cells: list[int] = []
-        candidate = 0
-        while len(cells) < count:
-            if candidate not in self._owners:
-                cells.append(candidate)
-            candidate += 1
+        cells = [heappop(self._free) for _ in range(count)]
         self._owners.update(cells)
         return cells
 

@@ -19,14 +19,19 @@ from engine.process import main
 from engine.types import EngineInfo
 from support.scripted import ScriptedExecutor, scripted_info, scripted_loop
 
+LONGEST = 100_000
+"""Positions of the model and cells of its pool: a request that asks for nearly as many runs until it is cancelled."""
+
 ProgressCallback = Callable[[str, int, int], None]
 
 
 def build(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
     progress("reading the script", 1, 2)
-    executor = ScriptedExecutor()
+    executor = ScriptedExecutor(cells=LONGEST)
     SCENES[config.model](executor)
-    info = scripted_info(max_num_seqs=config.max_num_seqs, max_waiting=config.max_waiting)
+    info = scripted_info(
+        max_num_seqs=config.max_num_seqs, max_waiting=config.max_waiting, max_model_len=LONGEST, kv_cells=LONGEST
+    )
     return scripted_loop(executor, info), info
 
 
@@ -51,8 +56,9 @@ def _load_for_ever(executor: ScriptedExecutor) -> None:
 
 
 def _hang(executor: ScriptedExecutor) -> None:
-    """The second step never ends."""
+    """The second step never ends, unless SIGUSR1 comes."""
     executor.release(1)
+    signal.signal(signal.SIGUSR1, lambda number, frame: executor.release())
 
 
 def _break(executor: ScriptedExecutor) -> None:
