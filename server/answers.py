@@ -1,0 +1,141 @@
+"""What completions and chats do alike with a generation: ask for it, stream it, or wait for the whole of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request, Response
+
+from engine.types import EngineInfo, GenerateRequest, SamplingParams
+from server import schemas
+from server.errors import ApiError
+from server.generation import Choice, Generation, News, TextOptions, Usage
+from server.guards import CLIENT_GONE
+from server.schemas import GenerationBody
+from server.streams import ClientGone, frame, quoted, unless_gone
+
+Render = Callable[[Choice, News], bytes]
+"""The frame that tells of a choice's news."""
+Begin = Callable[[Choice], bytes]
+"""What comes before a choice's first news; may be empty."""
+
+
+def engine_requests(
+    body: GenerationBody,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    info: EngineInfo,
+    *,
+    request_hex: str,
+    default_new_tokens: int | None,
+    param: str,
+) -> list[GenerateRequest]:
+    """One for each prompt, all checked. request_hex: unique, from which the engine's ids are made."""
+    for token_ids in prompts:
+        schemas.check_prompt(token_ids, info, param)
+    return [
+        GenerateRequest(
+            request_id=f"{request_hex}-{number}",
+            prompt_token_ids=token_ids,
+            n=body.n or 1,
+            sampling=sampling,
+            max_new_tokens=schemas.new_tokens(body, len(token_ids), info, default_new_tokens, param),
+            priority=body.priority or 0,
+            deadline_s=body.timeout,
+            cache_salt=body.cache_salt,
+        )
+        for number, token_ids in enumerate(prompts)
+    ]
+
+
+def text_options(body: GenerationBody, info: EngineInfo) -> TextOptions:
+    return TextOptions(
+        stops=schemas.stop_strings(body),
+        min_tokens=body.min_tokens or 0,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        eos_token_ids=frozenset(() if body.ignore_eos else info.eos_token_ids),
+    )
+
+
+async def stream(
+    generation: Generation, begin: Begin, render: Render, usage_frame: Callable[[Usage], bytes] | None
+) -> AsyncGenerator[bytes, None]:
+    """Frames in the order in which things happen. A choice whose token made no text yet waits for one that does.
+
+    A failure gives out what there is and then raises its ApiError.
+    """
+    begun: set[int] = set()
+    try:
+        async with aclosing(generation.news()) as news:
+            async for choice in news:
+                if choice.index not in begun:
+                    begun.add(choice.index)
+                    if opening := begin(choice):
+                        yield opening
+                if choice.news.text or choice.is_finished:
+                    yield render(choice, choice.take())
+    except ApiError:
+        for choice in generation.choices:
+            if choice.news.text:
+                yield render(choice, choice.take())
+        raise
+    if usage_frame is not None:
+        yield usage_frame(generation.usage)
+
+
+async def whole(
+    request: Request, generation: Generation, describe: Callable[[], dict[str, Any]], headers: Mapping[str, str]
+) -> Response:
+    """Wait for the end and answer with `describe()`. A client that leaves meanwhile takes the generation with it."""
+
+    async def drain() -> None:
+        async with aclosing(generation.news()) as news:
+            async for _ in news:
+                pass
+
+    try:
+        await unless_gone(drain(), request.receive)
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    finally:
+        await generation.aclose()
+    # Straight to bytes: FastAPI would walk through every value of a long answer first.
+    content = json.dumps(describe(), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return Response(content, headers=dict(headers), media_type="application/json")
+
+
+def wants_usage(body: GenerationBody) -> tuple[bool, bool]:
+    """(a chunk with the usage at the end, the usage so far in every chunk)."""
+    options = body.stream_options
+    return (False, False) if options is None else (bool(options.include_usage), bool(options.continuous_usage_stats))
+
+
+def usage_hole(body: GenerationBody, hole: str) -> dict[str, Any]:
+    """What a chunk says of usage: nothing, null because it comes at the end, or the count so far."""
+    at_end, always = wants_usage(body)
+    return {"usage": hole if always else None} if at_end or always else {}
+
+
+def usage_frame(body: GenerationBody, head: Mapping[str, Any]) -> Callable[[Usage], bytes] | None:
+    if not wants_usage(body)[0]:
+        return None
+    return lambda usage: frame({**head, "choices": [], "usage": usage.as_dict()})
+
+
+def usage_json(usage: Usage) -> str:
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+    return f'{{"prompt_tokens": {prompt}, "completion_tokens": {completion}, "total_tokens": {prompt + completion}}}'
+
+
+def reason(choice: Choice) -> str | None:
+    """The two words that clients know; other ends are told as errors."""
+    return choice.finish_reason if choice.finish_reason in ("stop", "length") else None
+
+
+def ending_json(choice: Choice) -> tuple[str, str]:
+    """finish_reason and stop_reason."""
+    told = reason(choice)
+    return ("null", "null") if told is None else (quoted(told), json.dumps(choice.stop_reason))

@@ -1,0 +1,149 @@
+"""POST /v1/chat/completions: a conversation through the model's template, whole or streamed."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from server import answers, logprobs, schemas
+from server.generation import Choice, Generation, News
+from server.schemas import ChatBody
+from server.serving import Serving
+from server.streams import HOLE, EventStream, FrameTemplate, quoted
+from server.text import Text
+
+router = APIRouter(tags=["chat"])
+
+
+@router.post("/v1/chat/completions", operation_id="create_chat_completion")
+async def create_chat_completion(request: Request, body: ChatBody) -> Response:
+    serving: Serving = request.app.state.serving
+    arrived_s = time.monotonic()
+    headers = schemas.check_extra_fields(body)
+    head = {
+        "id": f"chatcmpl-{request.state.request_hex}",
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": schemas.check_model(body, serving.served_names),
+    }
+    reservation = serving.admission.reserve(body.n or 1)
+    try:
+        prompt = await _encoded(body, serving)
+        generation = _generation(body, serving, prompt, request.state.request_hex)
+        generation.submit(serving.metrics, reservation, arrived_s)
+    except BaseException:
+        reservation.release()
+        raise
+    writer = _Writer(body, head, serving.text, generation)
+    if body.stream:
+        frames = answers.stream(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
+        return EventStream(frames, generation.aclose, headers)
+    return await answers.whole(request, generation, writer.whole, headers)
+
+
+async def _encoded(body: ChatBody, serving: Serving) -> tuple[int, ...]:
+    token_ids = await serving.text.encode_chat(
+        [message.for_template() for message in body.messages],
+        max_model_len=serving.client.info.max_model_len,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        add_special_tokens=bool(body.add_special_tokens),
+        variables=body.chat_template_kwargs,
+    )
+    return tuple(token_ids)
+
+
+def _generation(body: ChatBody, serving: Serving, prompt: tuple[int, ...], request_hex: str) -> Generation:
+    info = serving.client.info
+    sampling = schemas.sampling_params(
+        body,
+        info,
+        serving.text,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    requests = answers.engine_requests(
+        body, [prompt], sampling, info, request_hex=request_hex, default_new_tokens=None, param="messages"
+    )
+    return Generation(serving.client, serving.text, requests, answers.text_options(body, info))
+
+
+class _Writer:
+    """Writes one generation down as chat completions."""
+
+    def __init__(self, body: ChatBody, head: dict[str, Any], text: Text, generation: Generation) -> None:
+        self._body = body
+        self._head = head
+        self._text = text
+        self._generation = generation
+        self._prompt_ids = generation.requests[0].prompt_token_ids
+        self._name = logprobs.token_name(text, as_ids=bool(body.return_tokens_as_token_ids))
+        self._has_usage = answers.wants_usage(body)[1]
+        holes = ["index", "delta", "logprobs", "finish_reason", "stop_reason"]
+        if body.return_token_ids:
+            holes.append("token_ids")
+        self._template = FrameTemplate(
+            {
+                **head,
+                **({"prompt_token_ids": HOLE} if body.return_token_ids else {}),
+                "choices": [dict.fromkeys(holes, HOLE)],
+                **answers.usage_hole(body, HOLE),
+            }
+        )
+
+    def begin(self, choice: Choice) -> bytes:
+        """Who speaks."""
+        delta = '{"role": "assistant", "content": ""}'
+        return self._frame(choice, delta, "null", [], ("null", "null"), is_first=True)
+
+    def chunk(self, choice: Choice, news: News) -> bytes:
+        entries = json.dumps(self._logprobs(news)) if self._body.logprobs else "null"
+        delta = f'{{"content": {quoted(news.text)}}}' if news.text else "{}"
+        return self._frame(choice, delta, entries, news.token_ids, answers.ending_json(choice))
+
+    def whole(self) -> dict[str, Any]:
+        body = self._body
+        written: dict[str, Any] = {
+            **self._head,
+            "choices": [self._choice(choice) for choice in self._generation.choices],
+            "usage": self._generation.usage.as_dict(),
+        }
+        if body.prompt_logprobs is not None:
+            entries = self._generation.choices[0].prompt_logprobs or ()
+            written["prompt_logprobs"] = logprobs.of_prompt(entries, body.prompt_logprobs, self._text)
+        if body.return_token_ids:
+            written["prompt_token_ids"] = self._prompt_ids
+        return written
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        news = choice.take()
+        written: dict[str, Any] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": news.text},
+            "logprobs": self._logprobs(news) if self._body.logprobs else None,
+            "finish_reason": answers.reason(choice),
+            "stop_reason": choice.stop_reason,
+        }
+        return written | {"token_ids": news.token_ids} if self._body.return_token_ids else written
+
+    def _frame(
+        self,
+        choice: Choice,
+        delta: str,
+        entries: str,
+        token_ids: list[int],
+        ending: tuple[str, str],
+        *,
+        is_first: bool = False,
+    ) -> bytes:
+        values = [str(choice.index), delta, entries, *ending]
+        if self._body.return_token_ids:
+            values = [json.dumps(self._prompt_ids if is_first else None), *values, json.dumps(token_ids)]
+        if self._has_usage:
+            values.append(answers.usage_json(self._generation.usage))
+        return self._template.render(*values)
+
+    def _logprobs(self, news: News) -> dict[str, Any]:
+        return logprobs.chat(news.logprobs, self._body.top_logprobs or 0, self._text, self._name)

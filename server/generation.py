@@ -1,0 +1,353 @@
+"""One HTTP request inside the engine: its prompts' streams, its choices' text, its entry in the books.
+
+Completions, chats and `LLM` all run through here; they differ in what they ask and how they write the answer down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from engine.client import EngineClient, RequestStream
+from engine.errors import CellserveError
+from engine.types import FinishReason, GenerateRequest, TokenLogprobs, Update
+from server import errors
+from server.admission import Reservation
+from server.errors import ApiError
+from server.metrics import Metrics
+from server.stops import StopFilter, StopStrings
+from server.text import Text
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How the ids of a request become text."""
+
+    stops: StopStrings
+    min_tokens: int = 0
+    """Stop strings are looked for behind this many tokens."""
+    skip_special_tokens: bool = True
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a choice without being a reason of the caller's; empty when they are ignored."""
+
+
+@dataclass
+class Usage:
+    """Tokens of the whole request so far; a prompt counts once, whatever its number of choices."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Choice:
+    """One answer to one prompt, as it grows. What was added since the last `take` is in `news`.
+
+    Each token drawn has its entry in ids, logprobs and offsets, also one that makes no text or stands in a stop string:
+    the last entry is always the token that ended the choice.
+    """
+
+    def __init__(
+        self, index: int, request: GenerateRequest, text: Text, options: TextOptions, prompt_chars: int
+    ) -> None:
+        """index: among all choices of the HTTP request. prompt_chars: code points before the first offset."""
+        self.index = index
+        self.num_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.news = News()
+        self._options = options
+        self._special_ids = text.special_ids
+        self._detokenizer = text.detokenizer(request.prompt_token_ids, skip_special_tokens=options.skip_special_tokens)
+        self._stops = StopFilter(options.stops) if options.stops.texts else None
+        self._num_chars = prompt_chars
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def interrupt(self) -> None:
+        """Nothing more will come; what was held back is news. A finished choice stays as it is."""
+        if self.finish_reason is None:
+            self._end("cancelled")
+
+    def take(self) -> News:
+        news, self.news = self.news, News()
+        return news
+
+    def push(self, update: Update) -> None:
+        """Take an update; what follows a stop string's match in it is dropped."""
+        if update.finish == "stop":
+            *before, last = update.token_ids
+            self._draw(before, update.logprobs)
+            if self.finish_reason is None:
+                self._draw_stop_token(last, update.logprobs[-1] if update.logprobs else None)
+        else:
+            self._draw(update.token_ids, update.logprobs)
+            if update.finish is not None and self.finish_reason is None:
+                self._end(update.finish)
+
+    def _draw(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
+        for i, token_id in enumerate(token_ids):
+            self._count(token_id, logprobs[i] if logprobs else None)
+            text = self._detokenizer.push(token_id)
+            self._num_chars += len(text)
+            if self._stops is None or self.num_tokens <= self._options.min_tokens:
+                self.news.text += text
+                continue
+            self.news.text += self._stops.push(text)
+            if self._stops.matched is not None:
+                self.finish_reason, self.stop_reason = "stop", self._stops.matched
+                return
+
+    def _draw_stop_token(self, token_id: int, logprob: TokenLogprobs | None) -> None:
+        self._count(token_id, logprob)
+        is_end_of_text = token_id in self._options.eos_token_ids
+        is_control = is_end_of_text or token_id in self._special_ids
+        is_shown = self._options.stops.include_in_output or (is_control and not self._options.skip_special_tokens)
+        self._end("stop", self._detokenizer.push(token_id) if is_shown else "")
+        self.stop_reason = None if is_end_of_text else token_id
+
+    def _count(self, token_id: int, logprob: TokenLogprobs | None) -> None:
+        self.num_tokens += 1
+        self.news.token_ids.append(token_id)
+        if logprob is not None:
+            self.news.logprobs.append(logprob)
+            self.news.offsets.append(self._num_chars)
+
+    def _end(self, reason: FinishReason, text: str = "") -> None:
+        """No token follows: give out the half character, `text` and what was held back for a stop string."""
+        text += self._detokenizer.finish()
+        self._num_chars += len(text)
+        if self._stops is not None:
+            text = self._stops.finish() + text
+        self.news.text += text
+        self.finish_reason = reason
+
+
+class News:
+    """What a choice has to tell since the last time."""
+
+    __slots__ = ("logprobs", "offsets", "text", "token_ids")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.offsets: list[int] = []
+
+
+class Generation:
+    """Owns the streams of one HTTP request from submission to the end, however that comes.
+
+    Event-loop thread. `aclose` cancels what still runs, closes the books and gives the reservation back; it must be
+    called once `submit` was, and may be called twice.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        text: Text,
+        requests: Sequence[GenerateRequest],
+        options: TextOptions,
+        *,
+        prompt_chars: Sequence[int] = (),
+    ) -> None:
+        """requests: one a prompt. prompt_chars: code points of each prompt, where logprobs are wanted."""
+        self.requests = tuple(requests)
+        self.usage = Usage(sum(len(request.prompt_token_ids) for request in requests))
+        self._client = client
+        self._metrics: Metrics | None = None
+        self._reservation: Reservation | None = None
+        self._streams: list[RequestStream] = []
+        self._choices: list[list[Choice]] = []
+        for number, request in enumerate(requests):
+            chars = prompt_chars[number] if prompt_chars else 0
+            first = sum(map(len, self._choices))
+            self._choices.append([Choice(first + j, request, text, options, chars) for j in range(request.n)])
+        self._books: list[_Books] = []
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All of them, in order of index: prompt x n + j."""
+        return [choice for choices in self._choices for choice in choices]
+
+    def submit(
+        self,
+        metrics: Metrics | None = None,
+        reservation: Reservation | None = None,
+        arrived_s: float | None = None,
+    ) -> None:
+        """Hand every prompt to the engine, or none. Raises the engine's RequestRefused; then nothing is owned.
+
+        From here on the generation owns the reservation. arrived_s: time.monotonic() that latencies count from.
+        """
+        try:
+            for request in self.requests:
+                self._streams.append(self._client.submit(request))
+        except CellserveError:
+            for stream in self._streams:
+                stream.cancel()
+            self._streams.clear()
+            raise
+        self._metrics, self._reservation = metrics, reservation
+        arrived_s = time.monotonic() if arrived_s is None else arrived_s
+        self._books = [_Books(metrics, arrived_s) for _ in self.choices]
+        if metrics is not None:
+            for request in self.requests:
+                metrics.request_started(
+                    prompt_tokens=len(request.prompt_token_ids), n=request.n, max_tokens=request.max_new_tokens
+                )
+
+    async def news(self) -> AsyncGenerator[Choice, None]:
+        """Yield the choice that has just been told something, until all have finished.
+
+        Raises ApiError when one fails, which ends them all; what each had to say until then is left in its `news`.
+        """
+        waiting_for_prompt: list[tuple[int, Update]] = []
+        num_open = sum(request.n for request in self.requests)
+        async with aclosing(_merged(self._streams)) as updates:
+            async for number, update in updates:
+                wants_prompt = self.requests[number].sampling.prompt_logprobs is not None
+                first = self._choices[number][0]
+                is_early = wants_prompt and first.prompt_logprobs is None and update.prompt_logprobs is None
+                if is_early and update.finish not in ("failed", "cancelled"):
+                    # Choice 0 brings what every choice of the prompt begins with.
+                    waiting_for_prompt.append((number, update))
+                    continue
+                ready = [(number, update)]
+                if update.prompt_logprobs is not None:
+                    for sibling in self._choices[number]:
+                        sibling.prompt_logprobs = update.prompt_logprobs
+                    ready += [entry for entry in waiting_for_prompt if entry[0] == number]
+                    waiting_for_prompt = [entry for entry in waiting_for_prompt if entry[0] != number]
+                for ready_number, ready_update in ready:
+                    choice = self._tell(ready_number, ready_update)
+                    if choice is None:
+                        continue
+                    yield choice
+                    num_open -= choice.is_finished
+                if all(sibling.is_finished for sibling in self._choices[number]):
+                    # Stop strings are unknown to the engine, which would go on.
+                    self._streams[number].cancel()
+                if not num_open:
+                    return
+
+    async def aclose(self) -> None:
+        for stream in self._streams:
+            await stream.aclose()
+        for choice, books in zip(self.choices, self._books, strict=False):
+            books.close(choice.finish_reason or "cancelled", choice.num_tokens)
+        if self._reservation is not None:
+            self._reservation.release()
+
+    def _tell(self, number: int, update: Update) -> Choice | None:
+        """Pass the update on; None when its choice ended before, by a stop string."""
+        choice = self._choices[number][update.index]
+        if choice.is_finished:
+            return None
+        if update.cached_tokens is not None and update.index == 0:
+            self.usage.cached_tokens += update.cached_tokens
+            if self._metrics is not None:
+                self._metrics.prompt_looked_up(
+                    prompt_tokens=len(self.requests[number].prompt_token_ids), cached_tokens=update.cached_tokens
+                )
+        tokens_before = choice.num_tokens
+        choice.push(update)
+        new_tokens = choice.num_tokens - tokens_before
+        self.usage.completion_tokens += new_tokens
+        books = self._books[choice.index]
+        books.drawn(new_tokens)
+        if choice.finish_reason is not None:
+            books.close(choice.finish_reason, choice.num_tokens)
+        if choice.finish_reason in ("failed", "cancelled"):
+            for other in self.choices:
+                other.interrupt()
+            raise _told(update)
+        return choice
+
+
+def _told(update: Update) -> ApiError:
+    """What a client learns of a choice that the engine gave up."""
+    match update.error_code:
+        case "deadline_exceeded":
+            return errors.deadline_exceeded()
+        case "shutting_down":
+            return errors.draining()
+        case "engine_unavailable":
+            return errors.engine_unavailable()
+        case _:
+            return errors.internal_error()
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, Update], None]:
+    """(number of the stream, update) from all streams as they come. One stream costs no task."""
+    if len(streams) == 1:
+        async for update in streams[0]:
+            yield 0, update
+        return
+    # One place: a slow reader leaves updates in the streams, which join them.
+    queue: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue(maxsize=1)
+
+    async def pump(number: int, stream: RequestStream) -> None:
+        async for update in stream:
+            await queue.put((number, update))
+        await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Books:
+    """One choice's times and counts on their way into the metrics."""
+
+    def __init__(self, metrics: Metrics | None, arrived_s: float) -> None:
+        self._metrics = metrics
+        self._arrived_s = arrived_s
+        self._first_s: float | None = None
+        self._last_s = arrived_s
+        self._is_closed = False
+
+    def drawn(self, tokens: int) -> None:
+        if self._metrics is None or not tokens:
+            return
+        now = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now
+            self._metrics.first_token(now - self._arrived_s)
+            tokens -= 1
+        if tokens:
+            self._metrics.token_gap(now - self._last_s if self._last_s > self._arrived_s else 0.0, tokens)
+        self._last_s = now
+
+    def close(self, reason: FinishReason, generated_tokens: int) -> None:
+        if self._metrics is None or self._is_closed:
+            return
+        self._is_closed = True
+        decode_s = None if self._first_s is None else self._last_s - self._first_s
+        self._metrics.finished(
+            reason, generated_tokens=generated_tokens, e2e_s=time.monotonic() - self._arrived_s, decode_s=decode_s
+        )

@@ -1,0 +1,448 @@
+"""Request bodies, and what they ask of the engine. A field is obeyed, or refused by name; none is accepted and dropped.
+
+Types and ranges are checked here by pydantic, strictly: true is no number and 7.0 no integer. null is the same as
+leaving a field out. What depends on the model (ids, context, defaults) is checked by the functions below the models.
+Fields nobody knows are let through and reported in the header `x-ignored-params`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+
+from engine.types import EngineInfo, SamplingParams
+from server import errors
+from server.stops import StopStrings
+from server.text import Text
+
+DEFAULT_MAX_TOKENS = 16
+"""Of completions; a chat may fill the rest of the context."""
+
+_MAX_STOPS = 4
+_MAX_BIASED = 1024
+_MAX_BAD_WORDS = 128
+_MAX_REPORTED = 16
+_GREEDY_BELOW = 1e-5
+"""Temperatures under this overflow when logits are divided by them, and mean greedy anyway."""
+
+Prompt = str | tuple[int, ...]
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be a string")
+    if not value.isascii():
+        # JSON can spell half of a surrogate pair, which is no text and which no tokenizer takes.
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{what} holds half of a surrogate pair") from error
+    return value
+
+
+def _ids(value: list[Any]) -> tuple[int, ...]:
+    for token_id in value:
+        if type(token_id) is not int:  # bool is an int to Python
+            raise ValueError(f"token ids must be integers, and not mixed with text; one of them is {token_id!r:.32}")
+    return tuple(value)
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """Text, ids, a list of texts or a list of id lists; as one prompt for each."""
+    if isinstance(value, str):
+        return (_text(value, "the prompt"),)
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not value:
+        raise ValueError("the list is empty: at least one prompt is needed")
+    if isinstance(value[0], str):
+        return tuple(_text(item, "each prompt of a list of strings") for item in value)
+    if not isinstance(value[0], list):
+        return (_ids(value),)
+    for item in value:
+        if not isinstance(item, list):
+            raise ValueError("a list of token id lists must hold nothing else")
+        if not item:
+            raise ValueError("a prompt is an empty list: at least one token id is needed")
+    return tuple(_ids(item) for item in value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        raise ValueError("must be a string or a list of strings")
+    if len(texts) > _MAX_STOPS:
+        raise ValueError(f"{len(texts)} stop strings: at most {_MAX_STOPS} are possible")
+    if "" in texts:
+        raise ValueError("a stop string is empty")
+    return tuple(_text(text, "each stop string") for text in texts)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    if len(value) > _MAX_BIASED:
+        raise ValueError(f"{len(value)} entries: at most {_MAX_BIASED} are possible")
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ValueError(f"the key {key!r:.32} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of {key} must be a number from -100 to 100")
+    return tuple((int(key), float(bias)) for key, bias in value.items())
+
+
+def _bad_words(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise ValueError("must be a list of strings")
+    if len(value) > _MAX_BAD_WORDS:
+        raise ValueError(f"{len(value)} entries: at most {_MAX_BAD_WORDS} are possible")
+    if any(isinstance(word, str) and not word.strip() for word in value):
+        raise ValueError("a word is empty")
+    return tuple(_text(word, "each word") for word in value)
+
+
+def _best_of(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError("must be an integer of at least 1")
+    return value
+
+
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_INTEGERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+Prompts = Annotated[
+    tuple[Prompt, ...],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {**_STRINGS, "minItems": 1},
+                _INTEGERS,
+                {"type": "array", "items": _INTEGERS, "minItems": 1},
+            ]
+        }
+    ),
+]
+Stops = Annotated[
+    tuple[str, ...],
+    PlainValidator(_stops),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": _MAX_STOPS},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+Biases = Annotated[
+    tuple[tuple[int, float], ...],
+    PlainValidator(_biases),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": _MAX_BIASED,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+BadWords = Annotated[
+    tuple[str, ...],
+    PlainValidator(_bad_words),
+    WithJsonSchema({"anyOf": [{**_STRINGS, "maxItems": _MAX_BAD_WORDS}, {"type": "null"}]}),
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+Count = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[Count], Field(max_length=1024)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = None
+    """One more chunk before the end, with the usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
+
+
+class GenerationBody(BaseModel):
+    """What completions and chats have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    """Another name of max_tokens."""
+    min_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1000)] | None = None
+    logit_bias: Biases = ()
+    allowed_token_ids: Annotated[list[Count], Field(min_length=1)] | None = None
+    bad_words: BadWords = ()
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stops = ()
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Both values are obeyed: the decoders served here put none."""
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """Seconds from admission to the end of the answer."""
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> GenerationBody:
+        two = (self.max_tokens, self.max_completion_tokens)
+        if None not in two and two[0] != two[1]:
+            raise errors.invalid_value("max_tokens and max_completion_tokens differ: send one of them", "max_tokens")
+        if self.stream_options is not None and not self.stream:
+            raise errors.invalid_value("stream_options is only possible with stream", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise errors.unsupported_parameter("prompt_logprobs is not possible with stream", "prompt_logprobs")
+        limit = self.token_limit
+        if self.min_tokens and limit is not None and self.min_tokens > limit:
+            raise errors.invalid_value(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, which is {limit}", "min_tokens"
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """max_tokens under either of its names."""
+        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    add_special_tokens: bool | None = None
+    best_of: Annotated[
+        int | None,
+        PlainValidator(_best_of),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}),
+    ] = None
+
+    @model_validator(mode="after")
+    def _ranks_nothing(self) -> CompletionBody:
+        if self.best_of not in (None, 1, self.n or 1):
+            raise errors.unsupported_parameter("best_of other than n is not supported", "best_of")
+        return self
+
+
+class Message(BaseModel):
+    """Fields beyond these (name, tool_calls ...) reach the template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Parts of text become one text, which is what templates expect. Raises ApiError for other parts."""
+        fields = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            fields["content"] = "".join(map(_part_text, self.content))
+        return fields
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise errors.invalid_value("top_logprobs is only possible with logprobs: true", "top_logprobs")
+        for i, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                raise errors.invalid_value(
+                    f"messages[{i}] has no content; only an assistant's may be without", f"messages[{i}].content"
+                )
+        return self
+
+
+def _part_text(part: Mapping[str, Any]) -> str:
+    if part.get("type", "text") != "text":
+        raise errors.unsupported_parameter(f"a content part of type {part['type']!r:.32} is not supported", "messages")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise errors.invalid_value("a content part of type text has no text", "messages")
+    return text
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # Fields that other servers know and this one cannot obey -> the values that ask for nothing, beside null.
+    **{"suffix": ("",), "prompt_embeds": (), "truncate_prompt_tokens": (), "truncation_side": (), "logprobs_mode": ()},
+    **{"use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,)},
+    **{"response_format": ({"type": "text"},), "structured_outputs": ({},), "json_schema": (), "regex": (), "ebnf": ()},
+    **{"grammar": ("",), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": ()},
+    **{"guided_decoding_backend": (), "guided_whitespace_pattern": (), "structural_tag": (), "stop_regex": ([],)},
+    **{"logits_processors": ([],), "no_stop_trim": (False,), "repetition_detection": (), "kv_transfer_params": ({},)},
+    **{"typical_p": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,), "xtc_probability": (0,)},
+    **{"dry_multiplier": (0,), "dynatemp_range": (0,), "vllm_xargs": ({},), "custom_logit_processor": ()},
+}
+
+_NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
+    **{"tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)},
+    **{"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": ()},
+    **{"prediction": (), "reasoning_effort": (), "verbosity": (), "store": (False,), "web_search_options": ()},
+    **{
+        "service_tier": ("auto", "default"),
+        "documents": ([],),
+        "chat_template": (),
+        "continue_final_message": (False,),
+    },
+    **{"mm_processor_kwargs": ({},), "echo": (False,), "best_of": (1,), "include_reasoning": (True, False)},
+}
+
+
+def check_extra_fields(body: GenerationBody) -> dict[str, str]:
+    """Refuse fields that ask for what this server cannot do; name those nobody knows in the headers returned."""
+    known = _NEUTRAL | _NEUTRAL_IN_CHAT if isinstance(body, ChatBody) else _NEUTRAL
+    ignored = []
+    for name, value in (body.model_extra or {}).items():
+        if name not in known:
+            ignored.append(name)
+        elif value is not None and value not in known[name]:
+            raise errors.unsupported_parameter(f"{name} is not supported with this value", name)
+    if not ignored:
+        return {}
+    # A caller's names go into a header: keep it short and free of anything but visible ASCII.
+    names = ["".join(c if "!" <= c <= "~" and c != "," else "?" for c in name[:64]) for name in ignored[:_MAX_REPORTED]]
+    return {"x-ignored-params": ",".join(names)}
+
+
+def check_model(body: GenerationBody, served_names: Sequence[str]) -> str:
+    """The name that the answer carries."""
+    if body.model is not None and body.model not in served_names:
+        raise errors.model_not_found(body.model, served_names)
+    return body.model or served_names[0]
+
+
+def check_prompt(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
+    """Raise ApiError for an empty prompt and for ids outside the vocabulary."""
+    if not token_ids:
+        raise errors.invalid_value("the prompt has no tokens: at least 1 is needed", param)
+    _check_ids(token_ids, info, param)
+
+
+def new_tokens(body: GenerationBody, prompt_tokens: int, info: EngineInfo, default: int | None, param: str) -> int:
+    """How many tokens the answer may have: as asked, or `default` (None: no limit) as far as the context reaches."""
+    asked = body.token_limit
+    room = info.max_model_len - prompt_tokens
+    if (asked is not None and asked > room) or (asked is None and room < 1):
+        over = f" and {asked} are asked for" if asked is not None else ", which leaves no room for an answer"
+        raise errors.context_length_exceeded(
+            f"this model's context is {info.max_model_len} tokens; the prompt has {prompt_tokens}{over}",
+            prompt_tokens=prompt_tokens,
+            max_model_len=info.max_model_len,
+            param=param,
+        )
+    if asked is not None:
+        return asked
+    room = min(room, info.kv_cells - prompt_tokens)
+    return max(room if default is None else min(default, room), body.min_tokens or 0, 1)
+
+
+def sampling_params(
+    body: GenerationBody, info: EngineInfo, text: Text, *, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """The engine's values: the body's, else the model's own, else the API's. Raises ApiError for ids it cannot have."""
+    defaults = info.defaults
+    temperature = _first(body.temperature, defaults.temperature, 1.0)
+    top_k = max(_first(body.top_k, defaults.top_k, 0), 0)
+    stop_token_ids = list(body.stop_token_ids or ())
+    _check_ids(stop_token_ids, info, "stop_token_ids")
+    if not body.ignore_eos:
+        stop_token_ids += info.eos_token_ids
+    if body.allowed_token_ids is not None:
+        _check_ids(body.allowed_token_ids, info, "allowed_token_ids")
+    _check_ids([token_id for token_id, _ in body.logit_bias], info, "logit_bias")
+    return SamplingParams(
+        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        top_k=0 if top_k >= info.vocab_size else top_k,
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=body.logit_bias,
+        bad_words=_bad_word_ids(body.bad_words, text),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
+        seed=body.seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def stop_strings(body: GenerationBody) -> StopStrings:
+    return StopStrings(body.stop, include_in_output=bool(body.include_stop_str_in_output))
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _first(*values: _Number | None) -> _Number:
+    """The first that is there; 0 is."""
+    return next(value for value in values if value is not None)
+
+
+def _check_ids(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
+    if token_ids and (max(token_ids) >= info.vocab_size or min(token_ids) < 0):
+        outside: Callable[[int], bool] = lambda token_id: not 0 <= token_id < info.vocab_size  # noqa: E731
+        raise errors.invalid_value(
+            f"{param} holds the token id {next(filter(outside, token_ids))}: "
+            f"this model's are 0 to {info.vocab_size - 1}",
+            param,
+        )
+
+
+def _bad_word_ids(words: Sequence[str], text: Text) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is spelled at a text's beginning and behind a space."""
+    if words and not text.has_tokenizer:
+        raise errors.invalid_value("this model has no tokenizer: bad_words cannot be turned into ids", "bad_words")
+    spellings = [spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip())]
+    return tuple(dict.fromkeys(tuple(text.encode(spelling, add_special_tokens=False)) for spelling in spellings))

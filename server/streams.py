@@ -1,0 +1,184 @@
+"""Server-sent events: frames from a template made once a stream, and the response that sends them.
+
+A token costs one string formatting and one send: no pydantic model and no dictionary is made for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from json.encoder import encode_basestring_ascii
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from server import errors
+from server.errors import ApiError
+
+log = logging.getLogger("cellserve.server")
+
+KEEP_ALIVE_S = 15.0
+"""Silence after which a comment is sent: proxies cut streams that say nothing."""
+STALLED_S = 30.0
+"""A client that takes nothing for this long is left."""
+
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
+
+_HOLE = "\ufdd0hole"
+"""A noncharacter: no caller's text that reaches a template holds it."""
+
+
+class Hole(str):
+    """Marks, in the object a template is made from, where each frame has its own JSON."""
+
+
+HOLE = Hole(_HOLE)
+
+
+class FrameTemplate:
+    """An event of which only the holes change, in their order in the object."""
+
+    def __init__(self, chunk: Mapping[str, Any]) -> None:
+        text = json.dumps(chunk).replace("%", "%%").replace(json.dumps(_HOLE), "%s")
+        self._format = f"data: {text}\n\n"
+
+    def render(self, *values: str) -> bytes:
+        """values: JSON of each hole, ASCII only."""
+        return (self._format % values).encode("ascii")
+
+
+quoted: Callable[[str], str] = encode_basestring_ascii
+"""Text as JSON. ASCII: clients split lines at U+2028 and U+0085 too, inside a frame as well."""
+
+
+def frame(content: Mapping[str, Any]) -> bytes:
+    """One event, for those that come once a stream."""
+    return f"data: {json.dumps(content, allow_nan=False)}\n\n".encode("ascii")
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client has gone. The body must have been read."""
+    message: Message = {}
+    while message.get("type") != "http.disconnect":
+        message = await receive()
+
+
+class ClientGone(Exception):
+    """The client left before its answer was ready."""
+
+
+_Result = TypeVar("_Result")
+
+
+async def unless_gone(answer: Awaitable[_Result], receive: Receive) -> _Result:
+    """Await `answer`; when the client leaves before it is there, cancel it and raise ClientGone."""
+    task = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(until_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancelled(task, gone)
+
+
+class EventStream(Response):
+    """Sends the frames of a generator, and closes it whatever happens.
+
+    The status is decided by the first frame: an ApiError before it is raised for the app's handlers and becomes a true
+    status; one after it becomes an error event. A client that waits longer than KEEP_ALIVE_S for its first frame gets
+    the headers and a comment instead, and then every refusal is an event. The client's leaving and its not reading both
+    end the generator.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        on_end: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str] | None = None,
+        *,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        stalled_s: float = STALLED_S,
+    ) -> None:
+        """on_end: awaited once when all is over, also when the generator never began."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        # Response counts its empty body; a stream has no length.
+        del self.headers["content-length"]
+        self._frames = frames
+        self._on_end = on_end
+        self._keep_alive_s = keep_alive_s
+        self._stalled_s = stalled_s
+        self._has_begun = False
+        self._turn = asyncio.Lock()
+        """The headers, frames and comments leave one after another."""
+        self._sending_since_s: float | None = None
+        self._sent_at_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._sent_at_s = time.monotonic()
+        writer = asyncio.ensure_future(self._write(send))
+        watchers = [asyncio.ensure_future(until_disconnect(receive)), asyncio.ensure_future(self._watch(send))]
+        try:
+            await asyncio.wait((writer, *watchers), return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+        finally:
+            await _cancelled(writer, *watchers)
+            await self._frames.aclose()
+            await self._on_end()
+
+    async def _write(self, send: Send) -> None:
+        try:
+            async for content in self._frames:
+                await self._send(send, content)
+        except Exception as error:
+            if not self._has_begun:
+                raise
+            # The outermost edge of an answer whose status is out: only an event can still say that it failed.
+            if not isinstance(error, ApiError):
+                log.exception("a stream failed")
+                error = errors.internal_error()
+            await self._send(send, frame(error.body()))
+        await self._send(send, DONE, is_last=True)
+
+    async def _watch(self, send: Send) -> None:
+        """Keep a silent stream alive; return when the client has stopped reading."""
+        comment: asyncio.Future[None] | None = None
+        try:
+            while True:
+                await asyncio.sleep(min(self._keep_alive_s, self._stalled_s) / 4)
+                now = time.monotonic()
+                if self._sending_since_s is not None:
+                    if now - self._sending_since_s > self._stalled_s:
+                        return
+                elif now - self._sent_at_s > self._keep_alive_s:
+                    # A task, for a client may stop reading in the middle of a comment as well.
+                    comment = asyncio.ensure_future(self._send(send, _COMMENT))
+        finally:
+            if comment is not None:
+                await _cancelled(comment)
+
+    async def _send(self, send: Send, content: bytes, *, is_last: bool = False) -> None:
+        async with self._turn:
+            self._sending_since_s = time.monotonic()
+            if not self._has_begun:
+                self._has_begun = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": content, "more_body": not is_last})
+            self._sending_since_s = None
+            self._sent_at_s = time.monotonic()
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel and wait, so that nothing outlives its request."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
