@@ -1,0 +1,188 @@
+"""Staging and deltas (STG-*, X-5, D5), on a stream whose copies read their source late."""
+
+import numpy as np
+import pytest
+import torch
+
+from cache.cell_cache import CellCache
+from cache.cells import CellTable
+from cache.geometry import CacheConfig, Geometry, LayerGeometry, Reach
+from cache.step import CellStep
+from cache.upload import DeviceUploads
+from support.fake_stream import FakeStream
+from support.slow_cells import random_step, state_of
+
+ALL = Reach()
+WINDOW = Reach("window", 3)
+GEOMETRY = Geometry((LayerGeometry(1, 2, 2), LayerGeometry(1, 2, 2, WINDOW)))
+CPU = torch.device("cpu")
+
+
+class Bench:
+    """A cache that uploads to "the device" through a fake stream."""
+
+    def __init__(self, *, capacity: int = 64, max_write: int = 8, delta_entries: int = 1024, page_cells: int = 4):
+        config = CacheConfig(capacity, max_write=max_write, kv_dtype=torch.float32, max_sequences=8)
+        self.table = CellTable(capacity, 8, page_cells=page_cells, log_writes=True)
+        self.stream = FakeStream()
+        self.uploads = DeviceUploads(
+            self.table, GEOMETRY.reaches, max_write, CPU, stream=self.stream, delta_entries=delta_entries
+        )
+        self.cache = CellCache(GEOMETRY, config, CPU, uploads=self.uploads, table=self.table)
+        self.stream.calls.clear()
+
+    def run(self, seq_ids: list[int], width: int | None = None) -> CellStep:
+        self.cache.declare_step(seq_ids)
+        step = self.cache.prepare_step(len(seq_ids) if width is None else width)
+        self.cache.commit_step()
+        return step
+
+    def device_cells(self, seq: int, length: int) -> list[int]:
+        positions = np.arange(length)
+        pages = self.uploads.page_table[seq].numpy()[positions // self.table.page_cells]
+        return (self.uploads.pages.numpy()[pages, positions % self.table.page_cells] - 1).tolist()
+
+    def check_lists(self) -> None:
+        """Every live sequence's list on the device is the table's."""
+        for seq in range(self.table.max_sequences):
+            if self.table.is_live(seq):
+                assert self.device_cells(seq, self.table.pos(seq)) == self.table.cells_of(seq).tolist()
+
+
+def test_stg_3_a_step_is_one_copy_and_one_scatter():
+    bench = Bench()
+    bench.cache.seq_new()
+    bench.run([0, 0, 0])
+    assert bench.stream.calls == ["wait_copied", "follow_step", "copy", "scatter", "record_copied", "record_step"]
+
+
+def test_a_step_arrives_whole_at_addresses_that_stay():
+    bench = Bench()
+    bench.cache.seq_new()
+    first = bench.run([0, 0, 0], width=8)
+    bench.stream.drain()
+    assert first.write_rows.tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+    assert first.runs[ALL].count.tolist() == [1, 2, 3, 3, 3, 3, 3, 3]
+    second = bench.run([0], width=8)
+    bench.stream.drain()
+    assert second.write_rows.tolist() == [4] + [0] * 7
+    assert second.runs[WINDOW].start.tolist() == [1] * 8
+    for reach in (ALL, WINDOW):
+        assert first.runs[reach].start.data_ptr() == second.runs[reach].start.data_ptr()
+    assert first.write_rows.data_ptr() == second.write_rows.data_ptr()
+    assert first.pages.data_ptr() == second.pages.data_ptr()
+    bench.check_lists()
+
+
+def test_stg_1_a_verb_does_not_change_a_step_still_being_read():
+    bench = Bench()
+    for _ in range(2):
+        bench.cache.seq_new()
+    bench.run([0] * 6 + [1] * 2)
+    before = bench.cache.cells_of(0).tolist()
+    # The copy has not run yet; the table moves on.
+    bench.cache.rewind(0, 1)
+    bench.cache.seq_rm(1)
+    bench.cache.seq_clone(0)
+    bench.stream.drain()
+    assert bench.device_cells(0, 6) == before
+    assert bench.device_cells(1, 2) == [6, 7]
+
+
+def test_x_5_refilling_waits_for_the_copy_that_last_read_the_staging():
+    bench = Bench()
+    bench.cache.seq_new()
+    for length in range(1, 12):
+        step = bench.run([0])
+        assert bench.stream.calls[0] == "wait_copied"
+        bench.stream.calls.clear()
+        bench.stream.drain()
+        assert step.runs[ALL].count.tolist() == [length]
+    bench.check_lists()
+
+
+@pytest.mark.parametrize("call", ["copy", "scatter"])
+def test_x_5_a_failed_copy_still_records_the_event_and_the_retry_brings_everything(call):
+    bench = Bench()
+    bench.cache.seq_new()
+    bench.run([0, 0])
+    bench.cache.declare_step([0, 0, 0])
+    before = state_of(bench.table)
+    bench.stream.fail = {call}
+    bench.stream.calls.clear()
+    with pytest.raises(RuntimeError, match=f"{call} failed"):
+        bench.cache.prepare_step(3)
+    assert bench.stream.calls[-1] == "record_copied"
+    assert state_of(bench.table) == before
+    bench.cache.prepare_step(3)
+    bench.stream.drain()
+    bench.check_lists()
+
+
+def test_x_5_an_event_that_cannot_be_recorded_is_replaced_by_waiting_and_reported():
+    bench = Bench()
+    bench.cache.seq_new()
+    bench.cache.declare_step([0])
+    bench.stream.fail = {"record_copied"}
+    with pytest.raises(RuntimeError, match="record_copied failed"):
+        bench.cache.prepare_step(1)
+    assert bench.stream.calls[-1] == "synchronize"
+    assert bench.cache.pos(0) == 0
+
+
+def test_stg_2_staging_grows_to_what_is_needed_or_twice_what_it_was():
+    bench = Bench(capacity=4096, max_write=512, delta_entries=8, page_cells=256)
+    bench.cache.seq_new()
+    bench.run([0] * 500)
+    bench.stream.drain()
+    assert bench.stream.calls.count("pinned") == 1
+    bench.check_lists()
+    # More deltas than the step's own copy has room for travel beside it.
+    assert bench.stream.calls.count("copy") == 2
+    bench.run([0] * 4)
+    assert bench.stream.calls.count("copy") == 3
+    assert bench.stream.calls.count("pinned") == 1
+
+
+def test_clones_made_between_steps_arrive_with_the_next_one():
+    bench = Bench()
+    bench.cache.seq_new()
+    bench.run([0] * 7)
+    clones = [bench.cache.seq_clone(0, upto) for upto in (7, 5, 4)]
+    bench.run([0, *clones])
+    bench.stream.drain()
+    bench.check_lists()
+
+
+@pytest.mark.parametrize("delta_entries", [4, 1024])
+def test_after_any_verbs_the_devices_lists_are_the_tables(delta_entries):
+    rng = np.random.default_rng(delta_entries)
+    bench = Bench(capacity=61, delta_entries=delta_entries)
+    cache, table = bench.cache, bench.table
+    for turn in range(600):
+        live = [seq for seq in range(8) if table.is_live(seq)]
+        kind = rng.choice(
+            ["step", "new", "clone", "rm", "rewind", "undo", "fail"], p=[0.4, 0.15, 0.15, 0.1, 0.1, 0.05, 0.05]
+        )
+        seq = int(rng.choice(live)) if live else 0
+        if kind == "new" and len(live) < 8:
+            cache.seq_new()
+        elif kind == "clone" and len(live) < 8 and table.pos(seq):
+            cache.seq_clone(seq, int(rng.integers(0, table.pos(seq) + 1)))
+        elif kind == "rm" and live:
+            cache.seq_rm(seq)
+        elif kind == "rewind" and live:
+            cache.rewind(seq, int(rng.integers(0, table.pos(seq) + 1)))
+        elif kind in ("step", "undo", "fail") and live and table.free_cells:
+            cache.declare_step(random_step(rng, live, min(8, table.free_cells)))
+            if kind == "fail":
+                bench.stream.fail = {"copy"}
+                with pytest.raises(RuntimeError):
+                    cache.prepare_step(8)
+                continue
+            cache.prepare_step(8)
+            if turn % 3:
+                bench.stream.drain()
+                bench.check_lists()
+            cache.undo_step() if kind == "undo" else cache.commit_step()
+    table.check_integrity()
