@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -24,10 +25,14 @@ from engine.wire import FromEngine, Start, Stop, ToEngine, decode_to_engine, enc
 LAST_WORD_MS = 1000
 """How long an ending engine waits for its last message to be taken."""
 
+ORPHAN_GRACE_S = 5.0
+"""How long an engine without a parent may take to leave: a step may be in code that no signal interrupts."""
+
 
 def main(folder: Path, build: BuildFromConfig = build_from_config) -> int:
     """Live one engine's life on the calling thread, which is the only one that touches the sockets."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; what it means is up to the parent
+    signal.signal(signal.SIGHUP, _leave)
     threading.Thread(target=_leave_with_parent, args=(folder,), name="parent watch", daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
         receiver.set_hwm(0)
@@ -78,11 +83,18 @@ class _SocketInbox:
             sys.exit(0)
 
 
+def _leave(signal_number: int, frame: FrameType | None) -> None:
+    """SIGHUP: nobody is left to hear anything. By way of SystemExit, so that what was set up for the exit is run."""
+    sys.exit(1)
+
+
 def _leave_with_parent(folder: Path) -> None:
-    """Wait for the end of standard input, then leave without a word: nobody is left to hear one."""
+    """Wait for the end of standard input, then end the engine thread wherever it is; soon, the process with it."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(ORPHAN_GRACE_S)
     os._exit(1)
 
 

@@ -229,15 +229,18 @@ ORPHANING_PARENT = """
 import asyncio, os, signal
 from engine.client import ProcessClient
 from engine.config import EngineConfig
+from engine.types import GenerateRequest
 
 async def main():
     client = ProcessClient(EngineConfig(model={scene!r}), module="support.scripted_process")
     await client.start()
-    if {scene!r} == "plain":
-        await client.wait_ready()
-    else:
+    if {scene!r} == "load-for-ever":
         while client.phase.of == 0:
             await client.next_phase()
+    else:
+        await client.wait_ready()
+    if {scene!r} == "hang":
+        await anext(client.submit(GenerateRequest("r", (5,))))
     print(client.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -245,7 +248,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("name", ["plain", "load-for-ever"])
+@pytest.mark.parametrize("name", ["plain", "load-for-ever", "hang"])
 def test_a_child_leaves_with_its_parent_whatever_it_is_doing(name: str, temporary: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
     parent = subprocess.Popen(

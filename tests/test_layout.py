@@ -183,9 +183,6 @@ print(json.dumps({"statuses": statuses, "heavy": [name for name in HEAVY if name
 """
 
 
-@pytest.mark.xfail(
-    not {"server.chat", "server.completions"} <= modules().keys(), reason="the routes are not here yet", strict=True
-)
 def test_a_server_that_has_served_a_request_has_not_imported_torch() -> None:
     search = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     served = subprocess.run(

@@ -5,9 +5,12 @@ The config's model says what goes wrong: see `SCENES`.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +39,7 @@ def build(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop,
 
 
 def _plain(executor: ScriptedExecutor) -> None:
-    pass
+    _keep_a_folder()
 
 
 def _refuse_config(executor: ScriptedExecutor) -> None:
@@ -52,7 +55,13 @@ def _crash_in_load(executor: ScriptedExecutor) -> None:
 
 
 def _load_for_ever(executor: ScriptedExecutor) -> None:
+    _keep_a_folder()
     threading.Event().wait()
+
+
+def _keep_a_folder() -> None:
+    """Until the process ends, as a real engine keeps its tokenizer's."""
+    atexit.register(shutil.rmtree, tempfile.mkdtemp(prefix="cellserve-scripted-"))
 
 
 def _hang(executor: ScriptedExecutor) -> None:
