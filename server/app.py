@@ -43,7 +43,7 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
         # Off the event loop: a large tokenizer takes a second, and probes are answered meanwhile.
         try:
             text = await asyncio.to_thread(Text, info.tokenizer_dir)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers raises that very class
             raise ModelError(f"the tokenizer of {info.model} cannot be used: {error}") from error
         admission = Admission(
             info.max_num_seqs + info.max_waiting,

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.client import InProcessClient, ProcessClient
-from engine.errors import CellserveError, ConfigError
+from engine.errors import CellserveError, ConfigError, ModelError
 from server import bench, run, settings
 from server.models import version
-from server.settings import ENV_PREFIX, Loaded, Settings
+from server.settings import ENV_PREFIX, Settings
 
 _GROUPS: tuple[settings.Group, ...] = ("model", "cache", "scheduling", "API", "limits")
 _EPILOG = (
@@ -35,7 +35,7 @@ _EPILOG = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Nothing a user can cause ends in a traceback."""
     try:
-        args = _parse(sys.argv[1:] if argv is None else argv)
+        args = parse(sys.argv[1:] if argv is None else argv)
         command = {"serve": _serve, "show-config": _show_config, "bench": bench.run, "version": _version}[args.command]
         return command(args)
     except ConfigError as error:
@@ -44,6 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, run.EXIT_MODEL)
     except KeyboardInterrupt:
         return 130
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises ConfigError; --help ends the process, as everywhere."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        command = _command_parser(parser, args.command)
+        raise ConfigError(f"unknown option {name}{settings.suggest(name, command.flags())}")
+    return args
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given as flags, as text: what `settings.load` takes."""
+    return {field: value for field, value in vars(args).items() if field in Settings.model_fields}
 
 
 def build_parser() -> Parser:
@@ -71,16 +87,6 @@ class Parser(argparse.ArgumentParser):
         """Every flag of this parser and of its commands."""
         for action in self._actions:
             yield from (name for name in action.option_strings if name.startswith("--"))
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        command = _command_parser(parser, args.command)
-        raise ConfigError(f"unknown option {name}{settings.suggest(name, command.flags())}")
-    return args
 
 
 def _command_parser(parser: Parser, command: str) -> Parser:
@@ -143,21 +149,27 @@ def _metavar(info: FieldInfo) -> str:
     return {int: "N", float: "X", Path: "FILE"}.get(typing.cast(type, kind), "TEXT")
 
 
-def _load(args: argparse.Namespace) -> Loaded:
-    flags = {field: value for field, value in vars(args).items() if field in Settings.model_fields}
-    return settings.load(flags, args.config)
-
-
 def _serve(args: argparse.Namespace) -> int:
-    options = _load(args).settings
+    options = settings.load(flags_of(args), args.config).settings
     engine_config = options.to_engine_config()
-    listener = run.bind(options.host, options.port)
-    client = InProcessClient.from_config(engine_config) if options.in_process else ProcessClient(engine_config)
-    return run.serve(client, options, listener)
+    with run.bind(options.host, options.port) as listener:
+        _check_folder(options.model)
+        client = InProcessClient.from_config(engine_config) if options.in_process else ProcessClient(engine_config)
+        return run.serve(client, options, listener)
+
+
+def _check_folder(model: str) -> None:
+    """Say at once what the engine would find out after seconds of imports. A name that is no path may be a hub id."""
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
+            raise ModelError(f"{model} holds neither config.json nor a .gguf file: it is no model's folder")
+    elif model.startswith(("/", "./", "../")) and not path.exists():
+        raise ModelError(f"there is no model at {model}")
 
 
 def _show_config(args: argparse.Namespace) -> int:
-    loaded = _load(args)
+    loaded = settings.load(flags_of(args), args.config)
     table = Table("option", "value", "unit", "from", "read by", box=None, header_style="bold")
     for field in Settings.model_fields:
         option = settings.option(field)

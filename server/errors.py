@@ -8,11 +8,12 @@ request: no path, object, library name or key of ours goes into one.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from engine import errors as engine_errors
 from engine.types import ErrorCode
@@ -49,8 +50,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return error_body(self.message, type=self.type, code=self.code, param=self.param, extra=self.extra)
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def response(self) -> Response:
+        # ASCII only: a lone surrogate in a caller's text has no UTF-8, and must not turn its 400 into a 500.
+        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
 def error_body(

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from engine.client import EngineClient
-from engine.errors import CellserveError
+from engine.errors import CellserveError, EngineUnavailable
 from engine.types import EngineInfo, EngineStats
 from server import errors
 from server.errors import ApiError
@@ -37,7 +37,7 @@ class Lifecycle:
         self._on_ready = on_ready
         self._is_open = False
         self._is_draining = False
-        self._step_times = StepTimes()
+        self.step_times = StepTimes()
         self._first_load_ended = asyncio.Event()
         self._failure: CellserveError | None = None
 
@@ -52,7 +52,7 @@ class Lifecycle:
             self._first_load_ended.set()
         while True:
             await asyncio.sleep(_TICK_S)
-            self._step_times.observe(self._client.stats)
+            self.step_times.observe(self._client.stats)
             if self._client.phase.name == "dead" and not self._is_draining:
                 await self._restart()
 
@@ -96,7 +96,7 @@ class Lifecycle:
 
     def is_stalled(self) -> bool:
         """Work is waiting and the engine has shown no sign of life for max(20 s, 10 x the slowest recent step)."""
-        return self._client.stalled_s > max(_STALL_FLOOR_S, _STALL_FACTOR * self._step_times.slowest_s)
+        return self._client.stalled_s > max(_STALL_FLOOR_S, _STALL_FACTOR * self.step_times.slowest_s)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse what is new from now on, and return when all that runs has finished or was told that time is up.
@@ -106,19 +106,25 @@ class Lifecycle:
         self._is_draining = True
         await self._client.close(timeout_s)
 
-    async def _load(self) -> EngineInfo:
-        await self._client.start()
-        info = await self._client.wait_ready()
-        await self._on_ready(info)
+    async def _load(self) -> None:
+        try:
+            await self._client.start()
+            await self._on_ready(await self._client.wait_ready())
+        except (CellserveError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # the edge of a start: whatever it was, the start failed
+            _log.exception("the engine could not be started")
+            raise EngineUnavailable(f"the engine could not be started: {error}") from error
         self._is_open = True
-        return info
 
     async def _restart(self) -> None:
         self._is_open = False
         delay_s = _FIRST_RESTART_S
-        while not self._is_draining:
+        while True:
             _log.error("the engine stopped (%s); it starts again in %.0f s", self._client.phase.reason, delay_s)
             await asyncio.sleep(delay_s)
+            if self._is_draining:
+                return
             try:
                 await self._load()
             except CellserveError as error:

@@ -1,4 +1,4 @@
-"""Which model is served, under which names, by which version of this program."""
+"""Which model is served, under which names, by which version of this program, and how much it has to do."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
     if model not in serving.served_names:
         raise errors.model_not_found(model, serving.served_names)
     return _card(serving, model)
+
+
+@router.get("/load", operation_id="load")
+async def load(request: Request) -> dict[str, int]:
+    """Choices that run or wait, for balancers that ask rather than scrape."""
+    serving: Serving = request.app.state.serving
+    return {"server_load": serving.client.num_outstanding}
 
 
 def _card(serving: Serving, name: str) -> dict[str, Any]:

@@ -19,15 +19,16 @@ from server.lifecycle import Lifecycle
 from server.metrics import CONTENT_TYPE, Metrics
 
 router = APIRouter(tags=["probes"])
-_METHODS = ["GET", "HEAD"]
 
 
-@router.api_route("/live", methods=_METHODS, operation_id="live")
+@router.get("/live", operation_id="live")
+@router.head("/live", include_in_schema=False)
 async def live() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.api_route("/ready", methods=_METHODS, operation_id="ready")
+@router.get("/ready", operation_id="ready")
+@router.head("/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     lifecycle: Lifecycle = request.app.state.lifecycle
     refusal = lifecycle.refusal()
@@ -36,8 +37,10 @@ async def ready(request: Request) -> Response:
     return _unwell(refusal, lifecycle.progress())
 
 
-@router.api_route("/health", methods=_METHODS, operation_id="health")
-@router.api_route("/ping", methods=_METHODS, operation_id="ping")
+@router.get("/health", operation_id="health")
+@router.head("/health", include_in_schema=False)
+@router.get("/ping", operation_id="ping")
+@router.head("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
     lifecycle: Lifecycle = request.app.state.lifecycle
     if lifecycle.is_stalled():
@@ -48,7 +51,8 @@ async def health(request: Request) -> Response:
     return _unwell(refusal, lifecycle.progress())
 
 
-@router.api_route("/metrics", methods=_METHODS, operation_id="metrics")
+@router.get("/metrics", operation_id="metrics")
+@router.head("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     books: Metrics = request.app.state.metrics
     return Response(books.render(), media_type=CONTENT_TYPE)

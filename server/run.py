@@ -144,9 +144,15 @@ class Server(uvicorn.Server):
 
     async def _announce(self) -> None:
         """Tell how the start goes on stderr, and its result in one line on stdout or an exit code."""
-        with Console(stderr=True).status("starting", spinner="line") as status:
+        console = Console(stderr=True)
+        with console.status("starting", spinner="line") as status:
+            said = ""
             while self._lifecycle.is_loading:
-                status.update(_progress_line(self._lifecycle.progress()))
+                line = _progress_line(self._lifecycle.progress())
+                status.update(line)
+                if line != said and not console.is_terminal:
+                    console.print(f"cellserve: {line}", markup=False, highlight=False, soft_wrap=True)
+                said = line
                 await asyncio.sleep(_PROGRESS_TICK_S)
         try:
             info = await self._lifecycle.wait_loaded()

@@ -1,0 +1,145 @@
+"""The app as a whole: its routes, and one error shape whoever raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI, Query
+
+from engine import errors as engine_errors
+from engine.errors import ModelError
+from server import errors
+from server.serving import Serving
+from server.settings import Settings
+from support.live_server import LiveServer, live_server
+from support.scripted import scripted_client
+
+NAMES = ("acme/tiny", "tiny")
+
+
+def add_routes(app: FastAPI) -> None:
+    @app.get("/refused/{kind}")
+    async def refused(kind: str) -> None:
+        raise {
+            "api": errors.unsupported_parameter("no such thing", "tools"),
+            "full": engine_errors.QueueFull("16 of 16 sequences"),
+            "long": engine_errors.RequestTooLong(600, 1, 512),
+            "step": engine_errors.StepFailed("at 0x7f"),
+        }[kind]
+
+    @app.post("/typed")
+    async def typed(body: dict[str, int], verbose: bool = Query(False)) -> dict[str, int]:
+        return body
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    settings = Settings(served_model_name=NAMES, access_log=False)
+    with live_server(scripted_client(), settings, prepare=add_routes) as server:
+        yield server
+
+
+def test_models_are_listed_under_all_their_names(server: LiveServer) -> None:
+    first, second = (server.http.get("/v1/models").json() for _ in range(2))
+    assert first == second, "created is the time of the load, not of the question"
+    assert first["object"] == "list"
+    assert [card["id"] for card in first["data"]] == list(NAMES)
+    assert first["data"][0] == {
+        "id": "acme/tiny",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "cellserve",
+        "max_model_len": 512,
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_found_by_its_name_slash_and_all(server: LiveServer, name: str) -> None:
+    assert server.http.get(f"/v1/models/{name}").json()["id"] == name
+
+
+def test_an_unknown_model_is_a_404_that_names_the_served_ones(server: LiveServer) -> None:
+    answer = server.http.get("/v1/models/gpt-9")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "acme/tiny, tiny" in answer.json()["error"]["message"]
+
+
+def test_version_is_a_one_liner(server: LiveServer) -> None:
+    assert list(server.http.get("/version").json()) == ["version"]
+
+
+def test_load_counts_what_runs_or_waits(server: LiveServer) -> None:
+    assert server.http.get("/load").json() == {"server_load": 0}
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "code"), [
+    ("GET", "/nowhere", None, 404, "not_found"),
+    ("GET", "/live/", None, 404, "not_found"),
+    ("GET", "/docs", None, 404, "not_found"),
+    ("GET", "/redoc", None, 404, "not_found"),
+    ("DELETE", "/v1/models", None, 405, "method_not_allowed"),
+    ("POST", "/live", None, 405, "method_not_allowed"),
+    ("POST", "/typed", b"{", 400, "invalid_json"),
+    ("POST", "/typed", b"\xff\xfe", 400, "invalid_json"),
+    ("POST", "/typed", b"", 400, "invalid_value"),
+    ("POST", "/typed", b"[]", 400, "invalid_value"),
+    ("POST", "/typed", b"[" * 200_000, 400, "invalid_request"),
+    ("POST", "/typed", b'{"\\ud800": "x"}', 400, "invalid_value"),
+    ("POST", "/typed", b'{"a": "x"}', 400, "invalid_value"),
+    ("POST", "/typed?verbose=maybe", b"{}", 400, "invalid_value"),
+    ("GET", "/refused/api", None, 400, "unsupported_parameter"),
+    ("GET", "/refused/full", None, 429, "queue_full"),
+    ("GET", "/refused/long", None, 400, "context_length_exceeded"),
+    ("GET", "/refused/step", None, 500, "internal_error"),
+])  # fmt: skip
+def test_whoever_refuses_the_shape_is_one(
+    server: LiveServer, method: str, path: str, body: bytes | None, status: int, code: str
+) -> None:
+    answer = server.http.request(method, path, content=body)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["X-Request-Id"]
+    assert list(answer.json()) == ["error"]
+    assert {"message", "type", "param", "code"} <= set(answer.json()["error"])
+    assert answer.json()["error"]["code"] == code
+    assert "0x7f" not in answer.text
+
+
+def test_a_405_says_what_is_allowed(server: LiveServer) -> None:
+    assert "GET" in server.http.delete("/v1/models").headers["Allow"]
+
+
+def test_json_is_taken_without_a_type_header(server: LiveServer) -> None:
+    assert server.http.post("/typed", content=b'{"a": 1}').json() == {"a": 1}
+
+
+def test_an_engines_refusal_is_counted_and_says_when_to_come_back(server: LiveServer) -> None:
+    before = server.metric("vllm:admission_rejections_total", reason="queue_full")
+    answer = server.http.get("/refused/full")
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert server.metric("vllm:admission_rejections_total", reason="queue_full") == before + 1
+
+
+def test_the_api_document_is_served_without_pages_that_load_from_elsewhere(server: LiveServer) -> None:
+    document = server.http.get("/openapi.json").json()
+    assert {"/v1/models", "/v1/models/{model}", "/health"} <= set(document["paths"])
+    assert "http" not in str(document["info"])
+
+
+def test_admission_holds_what_runs_and_what_waits(server: LiveServer) -> None:
+    serving: Serving = server.app.state.serving
+    assert serving.admission.capacity == 16
+    assert serving.served_names == NAMES
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    client = scripted_client(tokenizer_dir=str(tmp_path))
+    with (
+        live_server(client, Settings(access_log=False), is_ready=False) as server,
+        pytest.raises(ModelError, match="the tokenizer of scripted cannot be used"),
+    ):
+        server.wait_ready()
