@@ -49,7 +49,6 @@ class SlotEdits:
             "logit_bias": list(bias),
             "allowed_token_ids": list(params.allowed_token_ids or ()),
             "bad_words": [token_id for word in params.bad_words for token_id in word],
-            "stop_token_ids": list(params.stop_token_ids),
         }
         for name, ids in fields.items():
             for token_id in ids:
@@ -62,13 +61,15 @@ class SlotEdits:
         added = {token_id: value for token_id, value in bias.items() if value > _NEVER}
         banned = {token_id for token_id, value in bias.items() if value <= _NEVER}
         banned.update(word[0] for word in params.bad_words if len(word) == 1)
+        # A stop id the logits do not have is never drawn: nothing to mask.
+        stops = sorted({i for i in params.stop_token_ids if 0 <= i < vocab_size}) if params.min_tokens > 0 else []
         return cls(
             bias_ids=_ids(added),
             bias=np.fromiter(added.values(), np.float32, len(added)),
             banned_ids=_ids(sorted(banned)),
             allowed_ids=None if params.allowed_token_ids is None else _ids(sorted(set(params.allowed_token_ids))),
             words=tuple(word for word in params.bad_words if len(word) > 1),
-            stop_ids=_ids(sorted(set(params.stop_token_ids))) if params.min_tokens > 0 else _ids(()),
+            stop_ids=_ids(stops),
             stops_from=prompt_length + params.min_tokens,
             repetition=params.repetition_penalty,
             frequency=params.frequency_penalty,
@@ -104,18 +105,15 @@ class LogitEdits:
             return
         self._edits[slot] = edits
         if edits.has_penalties:
-            counts = torch.zeros((2, self._vocab_size), dtype=torch.int32)
-            counts[0] = torch.bincount(torch.tensor(generated, dtype=torch.int64), minlength=self._vocab_size)
-            counts[1, torch.tensor(prompt, dtype=torch.int64)] = 1
-            self._counts.open(slot, counts)
+            in_text, in_prompt = self._counts.open(slot)
+            drawn = _to(_ids(generated), self._device)
+            in_text.scatter_add_(0, drawn, _ones_like(drawn))
+            in_prompt.index_fill_(0, _to(_ids(prompt), self._device), 1)
         if edits.words:
-            length = max(len(word) for word in edits.words) - 1
-            self._tails.widen(length)
-            tail = torch.full((1, self._tails.width), _NO_TOKEN, dtype=torch.int64)
-            if generated:
-                newest = torch.tensor(generated[-self._tails.width :], dtype=torch.int64)
-                tail[0, -newest.numel() :] = newest
-            self._tails.open(slot, tail)
+            self._tails.widen(max(len(word) for word in edits.words) - 1)
+            (tail,) = self._tails.open(slot)
+            newest = _ids(generated)[-self._tails.width :]
+            tail[self._tails.width - newest.size :] = _to(newest, self._device)
 
     def close(self, slot: int) -> None:
         self._version += 1
@@ -308,14 +306,15 @@ class _Rows:
     def width(self) -> int:
         return self.data.shape[-1]
 
-    def open(self, slot: int, row_data: Tensor) -> None:
+    def open(self, slot: int) -> Tensor:
+        """-> [parts, width], the slot's row, empty and in place."""
         if not self._free:
             used = self.data.shape[0]
             self._grow(max(4, 2 * used), self.width)
             self._free = list(range(used, self.data.shape[0]))
         row = self._free.pop()
         self._row_of[slot] = row
-        self.data[row] = row_data.to(self.data.device)
+        return self.data[row].fill_(self._fill)
 
     def close(self, slot: int) -> None:
         row = self._row_of.pop(slot, None)

@@ -285,19 +285,24 @@ def test_bad_words_of_slots_with_different_lengths_do_not_disturb_each_other() -
 
 
 @pytest.mark.parametrize("bad", [100, 140, -1])
-@pytest.mark.parametrize("name", ["logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids"])
+@pytest.mark.parametrize("name", ["logit_bias", "allowed_token_ids", "bad_words"])
 def test_b11_an_id_outside_the_vocabulary_is_refused_by_name_and_leaves_no_trace(name: str, bad: int) -> None:
     sampler = new_sampler(100)
     values = {
         "logit_bias": ((99, 1.0), (bad, 1.0)),
         "allowed_token_ids": (99, bad),
         "bad_words": ((99, bad),),
-        "stop_token_ids": (99, bad),
     }
     with pytest.raises(ValueError, match=f"{name}.*{bad}"):
         sampler.open(0, SamplingParams(**{name: values[name]}), seed=0, prompt=[1])
     sampler.open(0, SamplingParams(temperature=0, logit_bias=((99, 5.0),)), seed=0, prompt=[1])
     assert ids(launch(sampler, torch.zeros(100), [0], 1)) == [99]
+
+
+def test_a_stop_id_the_logits_do_not_have_is_harmless() -> None:
+    sampler = new_sampler(10)
+    sampler.open(0, SamplingParams(temperature=0, stop_token_ids=(10, 3), min_tokens=1), seed=0, prompt=[1])
+    assert ids(launch(sampler, peaked(10, (3, 2.0), (4, 1.0)), [0], 1)) == [4]
 
 
 def test_what_cannot_be_done_is_refused_by_name() -> None:
