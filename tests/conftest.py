@@ -30,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the long forms too (tests marked full)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not _has_cuda():
+        # Before triton is imported anywhere (transformers does): its own library is interpreted or compiled as a whole.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         left_out = [item for item in items if item.get_closest_marker("full")]

@@ -1,13 +1,14 @@
 """Attention over a prepared step: store the rows' K/V in the pool, then let each row attend its run (DESIGN D2).
 
-`reference` is the meaning. `cpu_runs` serves on CPU.
+`reference` is the meaning. `cpu_runs` serves on CPU, `triton_cells` on CUDA; triton is
+imported only there.
 """
 
 from __future__ import annotations
 
 import torch
 
-from cache.attend import cpu_runs, reference
+from cache.attend import cpu_runs
 from cache.geometry import InvalidProgram, Reach
 from cache.step import CellStep
 
@@ -46,8 +47,13 @@ def attend(
         raise InvalidProgram(f"layer {layer} has sinks {list(sinks.shape)} for {query.shape[1]} query heads")
     keys.index_copy_(0, step.write_rows, key.to(keys.dtype))
     values.index_copy_(0, step.write_rows, value.to(values.dtype))
-    path = cpu_runs.attend_cells if query.device.type == "cpu" else reference.attend_cells
-    return path(query, keys, values, step, reach=reach, scale=scale, softcap=softcap, sinks=sinks)
+    if query.device.type == "cuda":
+        from cache.attend import triton_cells
+
+        return triton_cells.attend_cells(
+            query, keys, values, step, reach=reach, scale=scale, softcap=softcap, sinks=sinks
+        )
+    return cpu_runs.attend_cells(query, keys, values, step, reach=reach, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _check_shapes(

@@ -1,0 +1,120 @@
+"""The CUDA attention kernels under Triton's interpreter, against the mask form. `conftest.py` switches it on.
+
+About 2 ms an inner block: a case is at most 64 programs of 4 blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cache.geometry import Reach
+from support.steps import build_step, plain_pool
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+if torch.cuda.is_available():
+    pytest.skip("the kernels run compiled here, in tests/gpu/test_gpu_attend.py", allow_module_level=True)
+
+from cache.attend import reference, triton_cells
+
+ALL = Reach()
+
+
+def check(
+    cells: list[list[int]],
+    rows: list[tuple[int, int]],
+    *,
+    heads: tuple[int, int] = (2, 1),
+    dims: tuple[int, int] = (16, 16),
+    reach: Reach = ALL,
+    width: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+    num_splits: int = 1,
+    tile_rows: int = 1,
+    **extras: Any,
+) -> None:
+    pool = plain_pool(200, kv_heads=heads[1], k_dim=dims[0], v_dim=dims[1], dtype=dtype)
+    for store in (pool.keys[0], pool.values[0]):
+        owned = torch.tensor(sorted({cell + 1 for own in cells for cell in own}))
+        kept = store[owned].clone()
+        store.fill_(float("nan"))
+        store[owned] = kept
+    step = build_step(pool, cells, rows, reaches=[reach], width=width)
+    query = torch.randn(step.width, heads[0], dims[0]).to(dtype)
+    args = (query, pool.keys[0], pool.values[0], step)
+    out = triton_cells.attend_cells(*args, reach=reach, scale=0.3, num_splits=num_splits, tile_rows=tile_rows, **extras)
+    expected = reference.attend_cells(*args, reach=reach, scale=0.3, **extras)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+SCATTERED = [list(range(199, 49, -1)), list(range(10, 40)), [3]]
+DECODES = [(1, 29), (0, 149), (2, 0)]
+CHUNK = [(0, position) for position in range(66, 74)]
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+def test_decodes_of_any_length_merge_over_any_number_of_parts(num_splits: int) -> None:
+    """More parts than a short row has blocks leave some without a cell."""
+    check(SCATTERED, DECODES, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(("tile_rows", "num_splits"), [(1, 1), (4, 1), (4, 2), (8, 1)])
+def test_chunk_rows_that_share_their_loads_see_no_more_than_their_own_run(tile_rows: int, num_splits: int) -> None:
+    """Tiles of one sequence, a tile over a boundary, and padding that fills up the last tile."""
+    check(SCATTERED, [*CHUNK[:6], DECODES[0]], width=10, num_splits=num_splits, tile_rows=tile_rows)
+
+
+@pytest.mark.parametrize("tile_rows", [1, 4])
+@pytest.mark.parametrize("reach", [Reach("window", 3), Reach("window", 70), Reach("chunk", 64)])
+def test_windows_and_chunks_begin_where_they_should(reach: Reach, tile_rows: int) -> None:
+    check(SCATTERED, [*CHUNK, *DECODES], reach=reach, tile_rows=tile_rows)
+
+
+@pytest.mark.parametrize(
+    ("extras", "num_splits"),
+    [({"softcap": 2.0}, 1), ({"sinks": True}, 1), ({"sinks": True}, 2), ({"softcap": 2.0, "sinks": True}, 2)],
+    ids=str,
+)
+def test_caps_and_sinks(extras: dict[str, Any], num_splits: int) -> None:
+    sinks = {"sinks": torch.randn(2)} if "sinks" in extras else {}
+    check(SCATTERED, [*CHUNK[:4], *DECODES], heads=(2, 1), tile_rows=4, num_splits=num_splits, **(extras | sinks))
+
+
+def test_a_softcap_saturates_instead_of_overflowing() -> None:
+    check(SCATTERED, DECODES, softcap=1e-3, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims"),
+    [((1, 1), (64, 64)), ((3, 3), (80, 80)), ((3, 1), (96, 96)), ((4, 2), (256, 256)), ((20, 1), (24, 8))],
+    ids=str,
+)
+def test_head_groups_and_widths_that_are_no_power_of_two(heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    check(SCATTERED, [*CHUNK[:2], *DECODES[:1]], heads=heads, dims=dims, tile_rows=2, num_splits=2)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_half_precision_multiplies_halves_and_sums_floats(num_splits: int) -> None:
+    check(SCATTERED, [*CHUNK[:4], *DECODES], dtype=torch.float16, tolerance=3e-3, tile_rows=4, num_splits=num_splits)
+
+
+def test_a_query_that_is_a_transposed_view_is_read_through_its_strides() -> None:
+    pool = plain_pool(50, kv_heads=1, k_dim=16)
+    step = build_step(pool, [list(range(40))], [(0, 38), (0, 39)])
+    query = torch.randn(2, 2, 16).transpose(0, 1)
+    args = (query, pool.keys[0], pool.values[0], step)
+    out = triton_cells.attend_cells(*args, reach=ALL, scale=0.3)
+    torch.testing.assert_close(out, reference.attend_cells(*args, reach=ALL, scale=0.3), atol=1e-5, rtol=1e-5)
+
+
+def test_the_launch_depends_on_the_width_alone() -> None:
+    assert triton_cells.default_tile_rows(width=1, group=4) == 1
+    assert triton_cells.default_tile_rows(width=8, group=4) == 1
+    assert triton_cells.default_tile_rows(width=256, group=4) == 16
+    assert triton_cells.default_tile_rows(width=256, group=3) == 16
+    assert triton_cells.default_tile_rows(width=256, group=1) == 64
+    assert triton_cells.default_tile_rows(width=256, group=128) == 1
