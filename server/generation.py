@@ -16,7 +16,6 @@ from engine.errors import CellserveError
 from engine.types import FinishReason, GenerateRequest, TokenLogprobs, Update
 from server import errors
 from server.admission import Reservation
-from server.errors import ApiError
 from server.metrics import Metrics
 from server.stops import StopFilter, StopStrings
 from server.text import Text
@@ -69,6 +68,7 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.news = News()
         self._options = options
+        self._has_text = text.has_tokenizer
         self._special_ids = text.special_ids
         self._detokenizer = text.detokenizer(request.prompt_token_ids, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopFilter(options.stops) if options.stops.texts else None
@@ -77,6 +77,11 @@ class Choice:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def is_worth_telling(self) -> bool:
+        """Text or the end. Tokens that make no text yet wait for those that do, unless none ever will."""
+        return bool(self.news.text) or self.is_finished or (not self._has_text and bool(self.news.token_ids))
 
     def interrupt(self) -> None:
         """Nothing more will come; what was held back is news. A finished choice stays as it is."""
@@ -275,21 +280,8 @@ class Generation:
         if choice.finish_reason in ("failed", "cancelled"):
             for other in self.choices:
                 other.interrupt()
-            raise _told(update)
+            raise errors.from_failure(update.error_code)
         return choice
-
-
-def _told(update: Update) -> ApiError:
-    """What a client learns of a choice that the engine gave up."""
-    match update.error_code:
-        case "deadline_exceeded":
-            return errors.deadline_exceeded()
-        case "shutting_down":
-            return errors.draining()
-        case "engine_unavailable":
-            return errors.engine_unavailable()
-        case _:
-            return errors.internal_error()
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, Update], None]:

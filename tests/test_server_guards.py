@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import SecretStr
 
 from server.settings import Settings
-from support.live_server import LiveServer, live_server
+from support.live_server import LiveServer, live_server, until
 from support.scripted import scripted_client
 
 LIMIT = 4096
@@ -31,6 +31,11 @@ def add_routes(app: FastAPI) -> None:
     @app.get("/fault")
     async def fault() -> None:
         raise ZeroDivisionError("a secret of ours at 0x7f00")
+
+    @app.get("/patient")
+    async def patient(request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
     @app.get("/names")
     async def names(request: Request) -> dict[str, str]:
@@ -239,3 +244,9 @@ def test_http_answers_are_counted_by_route_never_by_path(open_server: LiveServer
     text = open_server.http.get("/metrics").text
     assert "nowhere-at-all" not in text
     assert 'handler="none"' in text
+
+
+def test_a_client_that_left_is_counted_as_499(open_server: LiveServer) -> None:
+    with socket.create_connection((open_server.host, open_server.port)) as connection:
+        connection.sendall(b"GET /patient HTTP/1.1\r\nHost: x\r\n\r\n")
+    until(lambda: open_server.metric("http_requests_total", handler="/patient", status="499") == 1)
