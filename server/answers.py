@@ -75,7 +75,7 @@ async def stream(
                     begun.add(choice.index)
                     if opening := begin(choice):
                         yield opening
-                if choice.news.text or choice.is_finished:
+                if choice.is_worth_telling:
                     yield render(choice, choice.take())
     except ApiError:
         for choice in generation.choices:
