@@ -7,7 +7,7 @@ CacheError
 ├── InvalidConfig        the sizes cannot work together (BLD-*)
 ├── CacheFull            not enough cells or sequence ids; nothing was claimed
 ├── UnknownSequence      the id is not live
-├── InvalidPosition      a rewind or clone past what the sequence holds
+├── InvalidPosition      a rewind past what the sequence holds, or a clone of nothing
 ├── InvalidStep          the step protocol was broken (declare -> prepare -> commit or undo)
 ├── CacheMemoryError     physical memory could not be had; everything is as it was, a retry may succeed
 └── InvalidProgram       the model's layers disagree with the geometry; remembered (sticky)
@@ -42,7 +42,7 @@ class UnknownSequence(CacheError):
 
 
 class InvalidPosition(CacheError):
-    """A rewind or clone past what the sequence holds."""
+    """A rewind past what the sequence holds, or a clone of nothing."""
 
 
 class InvalidStep(CacheError):

@@ -174,7 +174,8 @@ class CudaPool:
 
     The engine thread calls `ensure_cells` before a step places its cells. When less than `low_water_cells` stay mapped
     past what the step needs, a background thread maps the next doubling a stride at a time, so that a step finds its
-    memory mapped; a step that outruns the thread maps for itself, after waiting for at most one stride.
+    memory mapped; a step that outruns the thread maps for itself, after waiting for at most one stride. The thread
+    keeps the pool alive until `close`.
     """
 
     def __init__(

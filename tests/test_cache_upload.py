@@ -133,9 +133,11 @@ def test_x_5_an_event_that_cannot_be_recorded_is_replaced_by_waiting_and_reporte
 def test_stg_2_staging_grows_to_what_is_needed_or_twice_what_it_was():
     bench = Bench(capacity=4096, max_write=512, delta_entries=8, page_cells=256)
     bench.cache.seq_new()
-    bench.run([0] * 500)
+    step = bench.run([0] * 500)
     bench.stream.drain()
     assert bench.stream.calls.count("pinned") == 1
+    assert step.write_rows.tolist() == list(range(1, 501))
+    assert step.runs[ALL].count.tolist() == list(range(1, 501))
     bench.check_lists()
     # More deltas than the step's own copy has room for travel beside it.
     assert bench.stream.calls.count("copy") == 2
