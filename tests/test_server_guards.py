@@ -127,7 +127,7 @@ def test_a_body_declared_too_long_is_refused_before_it_is_sent(open_server: Live
     answer = open_server.raw(head.encode())
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"connection: close" in answer.lower()
-    assert b'"code":"request_too_large"' in answer
+    assert b'"code": "request_too_large"' in answer
 
 
 @pytest.mark.parametrize("path", ["/echo", "/parsed"])
