@@ -9,7 +9,7 @@ import atexit
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -18,15 +18,16 @@ import torch
 from cache.cell_cache import CellCache
 from cache.geometry import CacheConfig, Geometry
 from engine.cell_executor import CellExecutor
-from engine.config import EngineConfig
+from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.loop import EngineLoop
 from engine.sampling import Sampler
 from engine.scheduler import SchedulerLimits
 from engine.types import EngineInfo, GenerationDefaults
 from static_graphs.forwards import Forwards
-from static_graphs.loading import LoadedModel, ModelLoadError, export_tokenizer, load_model
+from static_graphs.loading import default_model, export_tokenizer, load_tokenizer, locate
 from static_graphs.methods import method_table
+from static_graphs.model import ModelLoadError, load_model
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, done, of)."""
@@ -42,16 +43,17 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
     """Load and assemble. Raises ConfigError or ModelError with a message a user can act on."""
     device = _device(config.device)
     progress("loading the model", 0, 1)
+    name = default_model() if config.model == DEFAULT_MODEL else config.model
     try:
         model = load_model(
-            config.model,
+            name,
             device=device,
-            dtype=_dtype(config.dtype),
+            dtype=config.dtype,
             load_format=config.load_format,
             max_model_len=config.max_model_len,
             seed=config.seed,
         )
-        tokenizer_dir = _export_tokenizer(model)
+        tokenizer_dir, num_token_ids = _export_tokenizer(name)
     except ModelLoadError as error:
         raise ModelError(str(error)) from error
     kv_dtype = model.dtype
@@ -83,19 +85,19 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         overlaps=device.type == "cuda",
     )
     info = EngineInfo(
-        model=model.name,
+        model=name,
         architecture=model.architecture,
         device=str(device),
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=max_model_len,
-        vocab_size=model.num_token_ids,
+        vocab_size=min(num_token_ids or model.vocab_size, model.vocab_size),
         kv_cells=kv_cells,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
         widths=tuple(method.max_tokens for method in methods if method.is_static),
         eos_token_ids=model.eos_token_ids,
         tokenizer_dir=tokenizer_dir,
-        defaults=GenerationDefaults(**model.generation_defaults),
+        defaults=_defaults(model.defaults),
         created_s=int(time.time()),
     )
     return EngineLoop(executor, limits), info
@@ -112,16 +114,21 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str) -> torch.dtype | None:
-    """None lets the loader choose: the checkpoint's on CUDA, float32 on CPU."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+def _defaults(written: Mapping[str, float]) -> GenerationDefaults:
+    values = dict(written)
+    top_k = values.pop("top_k", None)
+    return GenerationDefaults(top_k=None if top_k is None else int(top_k), **values)
 
 
-def _export_tokenizer(model: LoadedModel) -> str | None:
-    """Write what the server needs to make text; None for a model that brings no tokenizer."""
+def _export_tokenizer(model: str) -> tuple[str | None, int | None]:
+    """Write what the server needs to make text: (folder, number of token ids), None for a model without a tokenizer."""
+    tokenizer = load_tokenizer(locate(model, "dummy"))
+    if tokenizer is None:
+        return None, None
     folder = Path(tempfile.mkdtemp(prefix="cellserve-tokenizer-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return str(folder) if export_tokenizer(model, folder) else None
+    export_tokenizer(model, folder)
+    return str(folder), len(tokenizer)
 
 
 def _kv_cells(config: EngineConfig, geometry: Geometry, kv_dtype: torch.dtype, device: torch.device) -> int:
