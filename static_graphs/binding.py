@@ -5,8 +5,8 @@ transformers models ask two registries for code by name: one for attention, one 
 - "cells", for serving. The step arrives as the keyword `step=` of the model's call; what is fixed at load (the layer's
   id and reach) stands on the attention module as `cell_layer`. No mask function goes by this name, so transformers
   builds no mask (which would also wait for the device in every step).
-- "cells_trace", for one tiny run at load. Its mask function hands on a `Reach` in place of a mask, so that a window
-  which a model only puts into its masks is seen; its attention function records what every layer was given.
+- "cells_trace", for one tiny run at load. Its mask function hands on a `TracedMask` in place of a mask, so that a
+  window which a model only puts into its masks is seen; its attention function records what every layer was given.
 
 Nothing here is global but the two registrations, which hold no state.
 """
@@ -47,6 +47,20 @@ class BoundLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedMask:
+    """Stands for a mask [1, 1, W, W] in the trace. A model may slice it, if that leaves it whole."""
+
+    reach: Reach
+    length: int
+
+    def __getitem__(self, index: object) -> TracedMask:
+        for part in index if isinstance(index, tuple) else (index,):
+            if not isinstance(part, slice) or len(range(*part.indices(self.length))) != self.length:
+                raise UnsupportedModel("a layer cuts its attention mask")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCall:
     """What one attention module was given in the trace."""
 
@@ -72,21 +86,27 @@ def register() -> None:
     AttentionMaskInterface.register(CELLS_TRACE, _trace_mask)
 
 
-def bind(module: torch.nn.Module, body: torch.nn.Module, device: torch.device) -> Geometry:
+def bind(module: torch.nn.Module, body: torch.nn.Module, device: torch.device) -> tuple[Geometry, Any]:
     """Trace `module`'s layers, note on each attention module what it stores and sees, and leave it set to serve.
 
-    Raises UnsupportedModel naming the layer and what it asks for that cells do not give.
+    Returns the geometry and the body's output of the traced run (its kind is what counts). Raises UnsupportedModel
+    naming the layer and what it asks for that cells do not give.
     """
     register()
     trace = Trace({id(part): name for name, part in module.named_modules()})
     use_attention(module, CELLS_TRACE)
-    with torch.no_grad():
-        body(
-            input_ids=torch.arange(1, 1 + TRACE_TOKENS, device=device)[None],
-            position_ids=torch.arange(TRACE_TOKENS, device=device)[None],
-            use_cache=False,
-            step=trace,
-        )
+    try:
+        with torch.no_grad():
+            output = body(
+                input_ids=torch.arange(1, 1 + TRACE_TOKENS, device=device)[None],
+                position_ids=torch.arange(TRACE_TOKENS, device=device)[None],
+                use_cache=False,
+                step=trace,
+            )
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever a model does with a mask that is none, or with keywords it does not know
+        raise UnsupportedModel(f"its layers cannot be traced: {type(error).__name__}: {error}") from error
     if not trace.calls:
         raise UnsupportedModel("no layer called the attention interface with this step: nothing could be cached")
     layers: list[LayerGeometry] = []
@@ -98,12 +118,10 @@ def bind(module: torch.nn.Module, body: torch.nn.Module, device: torch.device) -
             layers.append(call.layer)
         layer_id, donor = donors[address]
         if donor != call.layer:
-            raise UnsupportedModel(
-                f"{call.name} shares its K/V with layer {layer_id} but sees {call.layer}, not {donor}"
-            )
+            raise UnsupportedModel(f"{call.name} shares the K/V of layer {layer_id}, but is {call.layer}, not {donor}")
         call.module.cell_layer = BoundLayer(layer_id, call.layer.reach)
     use_attention(module, CELLS)
-    return Geometry(tuple(layers))
+    return Geometry(tuple(layers)), output
 
 
 def use_attention(module: torch.nn.Module, name: str) -> None:
@@ -177,11 +195,14 @@ def _trace_attention(
         raise UnsupportedModel(
             f"{name} asks its attention for {', '.join(unknown)}, which attention over cells does not know"
         )
-    if not isinstance(attention_mask, Reach):
-        raise UnsupportedModel(f"{name} attends under {type(attention_mask).__name__} instead of a causal mask")
-    reach = attention_mask
+    if not isinstance(attention_mask, TracedMask):
+        kind = "no mask" if attention_mask is None else "a mask of its own making"
+        raise UnsupportedModel(f"{name} attends under {kind}: what its rows may see cannot be read off")
+    reach = attention_mask.reach
     if sliding_window is not None and reach != Reach("window", sliding_window):
         raise UnsupportedModel(f"{name} asks for a window of {sliding_window}, but its mask is {_words(reach)}")
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedModel(f"{name} attends to {key.shape[2]} keys in a step of {query.shape[2]} tokens")
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise UnsupportedModel(
             f"{name} has {query.shape[1]}, {key.shape[1]} and {value.shape[1]} query, key and value heads"
@@ -200,7 +221,7 @@ def _trace_mask(
     local_size: int | None = None,
     device: torch.device | str = "cpu",
     **_: Any,
-) -> Reach:
+) -> TracedMask:
     """The reach whose mask `mask_function` is: tried around every place where masks of that size could differ."""
     if attention_mask is not None:
         raise UnsupportedModel("the model makes an attention mask of its own")
@@ -212,7 +233,7 @@ def _trace_mask(
         query, key = query.to(device), key.to(device)
         zero = torch.zeros_like(query)
         if torch.equal(mask_function(zero, zero, query, key), _sees(reach, query, key)):
-            return reach
+            return TracedMask(reach, q_length)
     size = "" if local_size is None else f" of size {local_size}"
     raise UnsupportedModel(f"an attention mask{size} is neither causal nor a causal window or chunk")
 

@@ -124,13 +124,14 @@ def random_module(config: Any, *, device: torch.device, dtype: torch.dtype | Non
     config = copy.deepcopy(config)
     _require_causal(config)
     chosen = dtype or _own_dtype(getattr(config, "dtype", None), device)
+    std = getattr(config.get_text_config(), "initializer_range", None) or _DUMMY_STD
     generator = torch.Generator(device).manual_seed(seed)
     # transformers draws first weights from the process's generator: the caller's draws must not move by that.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         module = AutoModelForCausalLM.from_config(config, dtype=chosen, attn_implementation="eager")
     with torch.no_grad():
         for weight in module.parameters():
-            noise = torch.empty_like(weight).normal_(0.0, _DUMMY_STD, generator=generator)
+            noise = torch.empty_like(weight).normal_(0.0, std, generator=generator)
             weight.copy_(noise if weight.dim() > 1 else weight + noise)
     return module.eval()
 

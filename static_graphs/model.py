@@ -29,6 +29,8 @@ from static_graphs.loading import (
     locate,
     random_module,
 )
+from static_graphs.proof import prove
+from static_graphs.refusals import refuse_by_config
 from static_graphs.rope import fix_frequencies
 
 __all__ = [
@@ -120,48 +122,54 @@ def _bound(module: Any, source: Source | None, max_model_len: int | None) -> Loa
     architecture = type(module).__name__
     config = module.config.get_text_config()
     length = _max_model_len(config, max_model_len)
-    body = getattr(module, module.base_model_prefix, None)
-    if not isinstance(body, torch.nn.Module):
-        raise UnsupportedModel(f"{architecture} has no body apart from its head")
     device = next(module.parameters()).device
     try:
+        refuse_by_config(module.config)
+        body_name = _body_name(module)
         fix_frequencies(module, length)
-        geometry = bind(module, body, device)
-        head = _head_of(module)
-        hidden_size = module.get_input_embeddings().weight.shape[1]
-        dtype = module.get_output_embeddings().weight.dtype
-        with torch.no_grad():
-            vocab_size = head(inputs_embeds=torch.zeros(1, 1, hidden_size, dtype=dtype, device=device)).logits.shape[-1]
+        geometry, output = bind(module, getattr(module, body_name), device)
+        model = LoadedModel(
+            module=module,
+            body=getattr(module, body_name),
+            head=_head_of(module, body_name, type(output)),
+            geometry=geometry,
+            device=device,
+            dtype=output.last_hidden_state.dtype,
+            vocab_size=module.get_output_embeddings().weight.shape[0],
+            max_model_len=length,
+            eos_token_ids=_eos_token_ids(module, source),
+            defaults={} if source is None else generation_defaults(source),
+            architecture=architecture,
+        )
+        prove(model)
     except UnsupportedModel as refusal:
         raise UnsupportedModel(f"{architecture} cannot be served: {refusal}") from refusal
-    return LoadedModel(
-        module=module,
-        body=body,
-        head=head,
-        geometry=geometry,
-        device=device,
-        dtype=dtype,
-        vocab_size=vocab_size,
-        max_model_len=length,
-        eos_token_ids=_eos_token_ids(module, source),
-        defaults={} if source is None else generation_defaults(source),
-        architecture=architecture,
-    )
+    return model
 
 
 class _GivenHidden(torch.nn.Module):
-    """Stands where the body stood: hands on the hidden rows it is given."""
+    """Stands where the body stood: hands on the hidden rows it is given, as the body's own kind of output."""
+
+    def __init__(self, output: type[Any]) -> None:
+        super().__init__()
+        self.output = output
 
     def forward(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return self.output(last_hidden_state=inputs_embeds)
 
 
-def _head_of(module: Any) -> torch.nn.Module:
+def _body_name(module: Any) -> str:
+    """The child that is the model without its head. transformers names it in `base_model_prefix`, mostly."""
+    for name in (module.base_model_prefix, "model", "transformer"):
+        if name and isinstance(getattr(module, name, None), torch.nn.Module):
+            return str(name)
+    raise UnsupportedModel("it has no body apart from its head")
+
+
+def _head_of(module: Any, body_name: str, output: type[Any]) -> torch.nn.Module:
     """`module` with its body replaced, so that whatever its forward does to logits is done, by its own code."""
     head: torch.nn.Module = copy.copy(module)
-    head._modules = {**module._modules, module.base_model_prefix: _GivenHidden()}
+    head._modules = {**module._modules, body_name: _GivenHidden(output)}
     return head
 
 
