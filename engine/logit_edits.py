@@ -138,7 +138,7 @@ class LogitEdits:
         if step.allowed is not None:
             # Not -inf: of tokens the model rules out, the allowed ones must still lead the others.
             kept = logits[step.allowed.where].clamp_(min=torch.finfo(torch.float32).min)
-            logits[step.allowed.rows] = -torch.inf
+            logits.index_fill_(0, step.allowed.rows, -torch.inf)
             logits[step.allowed.where] = kept
         if step.banned is not None:
             logits.index_put_(step.banned.where, step.banned.values, accumulate=True)
