@@ -46,7 +46,7 @@ async def create_chat_completion(request: Request, body: ChatBody) -> Response:
 
 async def _encoded(body: ChatBody, serving: Serving) -> tuple[int, ...]:
     token_ids = await serving.text.encode_chat(
-        [message.for_template() for message in body.messages],
+        body.messages,
         max_model_len=serving.client.info.max_model_len,
         add_generation_prompt=body.add_generation_prompt is not False,
         add_special_tokens=bool(body.add_special_tokens),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from engine.types import TokenLogprobs
+from engine.client import EngineClient
+from engine.types import EngineInfo, TokenLogprobs
 from server import answers, logprobs, schemas
 from server.generation import Choice, Generation, News
 from server.schemas import DEFAULT_MAX_TOKENS, CompletionBody
@@ -34,8 +36,8 @@ async def create_completion(request: Request, body: CompletionBody) -> Response:
     }
     reservation = serving.admission.reserve(len(body.prompt) * (body.n or 1))
     try:
-        prompts = [await _encoded(prompt, body, serving) for prompt in body.prompt]
-        generation = _generation(body, serving, prompts, request.state.request_hex)
+        prompts = [await encode(prompt, body, serving.text, serving.client.info) for prompt in body.prompt]
+        generation = generation_of(body, serving.client, serving.text, prompts, request.state.request_hex)
         generation.submit(serving.metrics, reservation, arrived_s)
     except BaseException:
         reservation.release()
@@ -48,7 +50,7 @@ async def create_completion(request: Request, body: CompletionBody) -> Response:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class Prompt:
     """What the model sees, and how it reads when it is echoed."""
 
     token_ids: tuple[int, ...]
@@ -77,25 +79,27 @@ class _Prompt:
         return [detokenizer.push(token_id) for token_id in self.token_ids]
 
 
-async def _encoded(prompt: schemas.Prompt, body: CompletionBody, serving: Serving) -> _Prompt:
+async def encode(prompt: schemas.RawPrompt, body: CompletionBody, text: Text, info: EngineInfo) -> Prompt:
+    """Raises ApiError 400 for text that cannot be a prompt of this model."""
     skip_special_tokens = body.skip_special_tokens is not False
     if not isinstance(prompt, str):
-        return _Prompt(prompt, None, serving.text, skip_special_tokens)
-    token_ids = await serving.text.encode_prompt(
-        prompt,
-        max_model_len=serving.client.info.max_model_len,
-        add_special_tokens=body.add_special_tokens is not False,
+        return Prompt(prompt, None, text, skip_special_tokens)
+    token_ids = await text.encode_prompt(
+        prompt, max_model_len=info.max_model_len, add_special_tokens=body.add_special_tokens is not False
     )
-    return _Prompt(tuple(token_ids), prompt, serving.text, skip_special_tokens)
+    return Prompt(tuple(token_ids), prompt, text, skip_special_tokens)
 
 
-def _generation(body: CompletionBody, serving: Serving, prompts: list[_Prompt], request_hex: str) -> Generation:
-    info = serving.client.info
+def generation_of(
+    body: CompletionBody, client: EngineClient, text: Text, prompts: Sequence[Prompt], request_hex: str
+) -> Generation:
+    """All of it checked, nothing submitted. Raises ApiError 400. request_hex: unique for the life of the engine."""
+    info = client.info
     of_prompt = [body.prompt_logprobs, body.logprobs if body.echo else None]
     sampling = schemas.sampling_params(
         body,
         info,
-        serving.text,
+        text,
         logprobs=body.logprobs,
         prompt_logprobs=max((k for k in of_prompt if k is not None), default=None),
     )
@@ -109,16 +113,15 @@ def _generation(body: CompletionBody, serving: Serving, prompts: list[_Prompt], 
         param="prompt",
     )
     prompt_chars = [len(prompt.text) for prompt in prompts] if body.logprobs is not None else []
-    return Generation(
-        serving.client, serving.text, requests, answers.text_options(body, info), prompt_chars=prompt_chars
-    )
+    options = answers.text_options(body, info)
+    return Generation(client, text, requests, options, prompt_chars=prompt_chars)
 
 
 class _Writer:
     """Writes one generation down as completions."""
 
     def __init__(
-        self, body: CompletionBody, head: dict[str, Any], text: Text, prompts: list[_Prompt], generation: Generation
+        self, body: CompletionBody, head: dict[str, Any], text: Text, prompts: list[Prompt], generation: Generation
     ) -> None:
         self._body = body
         self._head = head
@@ -180,7 +183,7 @@ class _Writer:
             values.append(answers.usage_json(self._generation.usage))
         return self._template.render(*values)
 
-    def _prompt(self, choice: Choice) -> _Prompt:
+    def _prompt(self, choice: Choice) -> Prompt:
         return self._prompts[choice.index // (self._body.n or 1)]
 
     def _logprobs(self, news: News) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _MAX_REPORTED = 16
 _GREEDY_BELOW = 1e-5
 """Temperatures under this overflow when logits are divided by them, and mean greedy anyway."""
 
-Prompt = str | tuple[int, ...]
+RawPrompt = str | tuple[int, ...]
 
 
 def _text(value: Any, what: str) -> str:
@@ -49,7 +49,7 @@ def _ids(value: list[Any]) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _prompts(value: Any) -> tuple[Prompt, ...]:
+def _prompts(value: Any) -> tuple[RawPrompt, ...]:
     """Text, ids, a list of texts or a list of id lists; as one prompt for each."""
     if isinstance(value, str):
         return (_text(value, "the prompt"),)
@@ -119,7 +119,7 @@ _STRINGS = {"type": "array", "items": {"type": "string"}}
 _INTEGERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 Prompts = Annotated[
-    tuple[Prompt, ...],
+    tuple[RawPrompt, ...],
     PlainValidator(_prompts),
     WithJsonSchema(
         {

@@ -29,22 +29,15 @@ STALLED_S = 30.0
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 
-_HOLE = "\ufdd0hole"
-"""A noncharacter: no caller's text that reaches a template holds it."""
-
-
-class Hole(str):
-    """Marks, in the object a template is made from, where each frame has its own JSON."""
-
-
-HOLE = Hole(_HOLE)
+HOLE = "\ufdd0hole"
+"""Marks, in the object a template is made from, where each frame has its own JSON. A noncharacter: no text holds it."""
 
 
 class FrameTemplate:
     """An event of which only the holes change, in their order in the object."""
 
     def __init__(self, chunk: Mapping[str, Any]) -> None:
-        text = json.dumps(chunk).replace("%", "%%").replace(json.dumps(_HOLE), "%s")
+        text = json.dumps(chunk).replace("%", "%%").replace(json.dumps(HOLE), "%s")
         self._format = f"data: {text}\n\n"
 
     def render(self, *values: str) -> bytes:

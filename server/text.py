@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 from tokenizers import Tokenizer
@@ -28,6 +28,15 @@ _LONGEST_ON_LOOP = 8 * 1024
 
 _BYTES_PER_TOKEN = 12
 """More bytes a token than any prompt has: text beyond this times the context is refused without encoding it."""
+
+
+class TemplateMessage(Protocol):
+    """One message of a conversation, before it is what templates read: `Message` of the schemas."""
+
+    @property
+    def content(self) -> Any: ...
+
+    def for_template(self) -> dict[str, Any]: ...
 
 
 class Text:
@@ -112,7 +121,7 @@ class Text:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[TemplateMessage],
         *,
         max_model_len: int,
         add_generation_prompt: bool = True,
@@ -127,14 +136,18 @@ class Text:
 
         def run() -> list[int]:
             assert self.chat_template is not None
-            rendered = self.chat_template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+            rendered = self.chat_template.render(
+                [message.for_template() for message in messages],
+                variables,
+                add_generation_prompt=add_generation_prompt,
+            )
             self._refuse_by_size(rendered, max_model_len, "messages")
             token_ids: list[int] = []
             for piece in self.chat_template.pieces(rendered):
                 token_ids += self.encode(piece, add_special_tokens=add_special_tokens and not token_ids)
             return token_ids
 
-        size = sum(_num_characters(message.get("content")) for message in messages)
+        size = sum(_num_characters(message.content) for message in messages)
         if size > _BYTES_PER_TOKEN * max_model_len:
             raise _hopeless(size, max_model_len, "messages")
         if size + len(messages) * 64 <= _LONGEST_ON_LOOP:

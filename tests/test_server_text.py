@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from server.errors import ApiError
+from server.schemas import Message
 from server.text import Text
 from support.tiny_tokenizer import BOS, EOS, TinyTokenizer, write_byte_level, write_sentencepiece
 
@@ -159,8 +160,8 @@ def test_settings_of_a_training_neither_cut_nor_fill_a_prompt(tmp_path: Path) ->
 
 
 def encode_chat(text: Text, *messages: tuple[str, str], **options: object) -> list[int]:
-    as_dicts = [{"role": role, "content": content} for role, content in messages]
-    return asyncio.run(text.encode_chat(as_dicts, max_model_len=100_000, **options))  # type: ignore[arg-type]
+    conversation = [Message(role=role, content=content) for role, content in messages]  # type: ignore[arg-type]
+    return asyncio.run(text.encode_chat(conversation, max_model_len=100_000, **options))  # type: ignore[arg-type]
 
 
 def test_a_chat_is_rendered_with_the_models_template_and_nothing_is_added(tmp_path: Path) -> None:
@@ -267,7 +268,7 @@ def test_a_prompt_of_more_bytes_than_any_context_holds_is_refused_unencoded(byte
             asyncio.run(text.encode_prompt(prompt, max_model_len=100))
         assert refused.value.code == "context_length_exceeded"
     with pytest.raises(ApiError) as refused:
-        asyncio.run(text.encode_chat([{"role": "user", "content": "x" * 1201}], max_model_len=100))
+        asyncio.run(text.encode_chat([Message(role="user", content="x" * 1201)], max_model_len=100))
     assert refused.value.param == "messages"
     assert len(asyncio.run(text.encode_prompt("x" * 9000, max_model_len=10_000))) == 9000
 

@@ -1,0 +1,229 @@
+import asyncio
+import json
+import socket
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Response
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.types import GenerateRequest, SamplingParams, TokenLogprobs, Update
+from server import answers, errors
+from server.generation import Choice, Generation, News, TextOptions
+from server.stops import StopStrings
+from server.streams import HOLE, EventStream, FrameTemplate, frame, quoted
+from server.text import Text
+from support.live_server import LiveServer, live_server, until
+from support.running import asyncio_test
+from support.scripted import scripted_client
+from support.tiny_tokenizer import TinyTokenizer, write_byte_level
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(), index=st.integers(0, 99), model=st.text())
+def test_a_rendered_frame_is_the_object_with_its_holes_filled(text: str, index: int, model: str) -> None:
+    template = FrameTemplate({"model": model, "choices": [{"index": HOLE, "text": HOLE}], "percent": "100%s"})
+    rendered = template.render(str(index), quoted(text))
+    expected = {"model": model, "choices": [{"index": index, "text": text}], "percent": "100%s"}
+    assert rendered.startswith(b"data: ")
+    assert rendered.endswith(b"\n\n")
+    assert json.loads(rendered.removeprefix(b"data: ")) == expected
+    # One line for every client, also those that split at what Unicode calls a line end.
+    assert len(rendered.decode().splitlines()) == 2
+
+
+class Script:
+    """An engine client that answers with given updates, each by itself."""
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self.updates = updates
+        self.cancelled = False
+
+    def submit(self, request: GenerateRequest) -> "Script":
+        return self
+
+    async def __aiter__(self) -> AsyncGenerator[Update, None]:
+        for update in self.updates:
+            yield update
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    async def aclose(self) -> None:
+        self.cancel()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyTokenizer:
+    words = ["Sum", " 4", "ND", " Lisbon", "think", " B", " C"]
+    return write_byte_level(tmp_path_factory.mktemp("tiny"), words)
+
+
+def one_by_one(token_ids: Sequence[int], finish: Any = "length", **last: Any) -> list[Update]:
+    updates = [Update("r", token_ids=(token_id,)) for token_id in token_ids]
+    return [*updates[:-1], replace(updates[-1], finish=finish, **last)]
+
+
+async def deltas(tiny: TinyTokenizer, updates: list[Update], *stops: str, n: int = 1, **sampling: Any) -> list[str]:
+    """What each frame says, in order; "ERROR" where the stream failed."""
+    request = GenerateRequest("r", (113,), n=n, sampling=SamplingParams(**sampling))
+    options = TextOptions(StopStrings(stops))
+    script = Script(updates)
+    generation = Generation(script, Text(str(tiny.folder)), [request], options)  # type: ignore[arg-type]
+    generation.submit()
+
+    def render(choice: Choice, news: News) -> bytes:
+        return news.text.encode()
+
+    said = []
+    try:
+        async for content in answers.stream(generation, lambda choice: b"", render, None):
+            said.append(content.decode())
+    except errors.ApiError:
+        said.append("ERROR")
+    await generation.aclose()
+    assert script.cancelled
+    return said
+
+
+@asyncio_test
+async def test_b01_no_delta_holds_any_part_of_the_stop(tiny: TinyTokenizer) -> None:
+    ids = tiny.ids("Sum", ":", " 4", "2", "\n", "E", "ND", "x")
+    assert await deltas(tiny, one_by_one(ids), "\nEND") == ["Sum", ":", " 4", "2", ""]
+
+
+@asyncio_test
+async def test_b03_the_held_tail_comes_with_the_end_whatever_the_end_is(tiny: TinyTokenizer) -> None:
+    ids = tiny.ids("A", " B", " C")
+    assert await deltas(tiny, one_by_one(ids), "C and D") == ["A", " B", " C"]
+    ended = one_by_one([*ids, tiny.eos_id], "stop", stop_token_id=tiny.eos_id)
+    assert await deltas(tiny, ended, "C and D") == ["A", " B", " ", "C"]
+    failed = [*one_by_one(ids, None), Update("r", finish="failed", error_code="deadline_exceeded")]
+    assert await deltas(tiny, failed, "C and D") == ["A", " B", " ", "C", "ERROR"]
+
+
+@asyncio_test
+async def test_b04_only_a_true_prefix_is_held_and_no_delta_is_empty(tiny: TinyTokenizer) -> None:
+    think = tiny.ids("x", "<", "/", "think", ">", "y")
+    assert await deltas(tiny, one_by_one(think), "<END>") == ["x", "</", "think", ">", "y"]
+    assert await deltas(tiny, one_by_one(tiny.ids(*"abcdefghij")), "zzzzzzzzzzzz") == list("abcdefghij")
+
+
+@asyncio_test
+async def test_b05_a_character_is_sent_once_with_its_last_token(tiny: TinyTokenizer) -> None:
+    smile = tiny.byte(0xF0, 0x9F, 0x98, 0x8A)
+    assert await deltas(tiny, one_by_one([*smile, *tiny.ids("z")])) == ["😊", "z"]
+    assert await deltas(tiny, one_by_one(smile[:3])) == ["\ufffd"]
+
+
+@asyncio_test
+async def test_choices_wait_for_the_prompts_logprobs_which_choice_0_brings(tiny: TinyTokenizer) -> None:
+    a, b = tiny.ids("a", "b")
+    entry = TokenLogprobs(a, -1.0)
+    updates = [
+        Update("r", index=1, token_ids=(b,), finish="length"),
+        Update("r", index=0, token_ids=(a,), finish="length", prompt_logprobs=(None, entry)),
+    ]
+    assert await deltas(tiny, updates, n=2, prompt_logprobs=0) == ["a", "b"]
+
+
+@asyncio_test
+async def test_one_choice_that_fails_gives_out_what_the_others_held(tiny: TinyTokenizer) -> None:
+    (c,) = tiny.ids("C")
+    updates = [Update("r", index=0, token_ids=(c,)), Update("r", index=1, token_ids=(c,), finish="failed")]
+    assert await deltas(tiny, updates, "C and D", n=2) == ["C", "C", "ERROR"]
+
+
+class Streams:
+    """Routes of the test's own, each a stream that misbehaves in one way."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def add_to(self, app: FastAPI) -> None:
+        for route in (self.silent, self.late_failure, self.early_failure, self.bug, self.endless):
+            app.get(f"/{route.__name__}")(self._response(route))
+
+    def _response(self, frames: Any) -> Any:
+        async def respond() -> Response:
+            return EventStream(frames(), self._on_end, keep_alive_s=0.02, stalled_s=0.3)
+
+        return respond
+
+    async def _on_end(self) -> None:
+        self.ended += 1
+
+    async def silent(self) -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(3600)
+        yield b""
+
+    async def late_failure(self) -> AsyncGenerator[bytes, None]:
+        yield frame({"text": "a"})
+        raise errors.deadline_exceeded()
+
+    async def early_failure(self) -> AsyncGenerator[bytes, None]:
+        raise errors.deadline_exceeded()
+        yield b""
+
+    async def bug(self) -> AsyncGenerator[bytes, None]:
+        yield frame({"text": "a"})
+        raise RuntimeError("a secret")
+
+    async def endless(self) -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b"data: " + b"x" * 65536 + b"\n\n"
+
+
+@pytest.fixture(scope="module")
+def streams() -> Streams:
+    return Streams()
+
+
+@pytest.fixture(scope="module")
+def server(streams: Streams) -> Iterator[LiveServer]:
+    with live_server(scripted_client(), prepare=streams.add_to) as live:
+        yield live
+
+
+def test_a_silent_stream_is_kept_alive_by_comments_and_ends_when_its_client_leaves(
+    server: LiveServer, streams: Streams
+) -> None:
+    ended = streams.ended
+    with server.http.stream("GET", "/silent") as answer:
+        assert answer.status_code == 200
+        lines = (line for line in answer.iter_lines() if line)
+        assert [next(lines) for _ in range(3)] == [": keep-alive"] * 3
+    until(lambda: streams.ended == ended + 1)
+
+
+def test_b30_an_error_behind_the_first_byte_is_an_event_and_then_the_end(server: LiveServer) -> None:
+    *_, event, done, _ = server.http.get("/late_failure").text.split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert done == "data: [DONE]"
+
+
+def test_an_error_before_the_first_byte_is_a_true_status(server: LiveServer, streams: Streams) -> None:
+    ended = streams.ended
+    answer = server.http.get("/early_failure")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert streams.ended == ended + 1
+
+
+def test_a_fault_of_ours_in_mid_stream_is_told_without_its_insides(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = server.http.get("/bug").text
+    assert "internal_error" in text
+    assert "secret" not in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_b27_a_client_that_stops_reading_is_left(server: LiveServer, streams: Streams) -> None:
+    ended = streams.ended
+    with socket.create_connection((server.host, server.port)) as connection:
+        connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        until(lambda: streams.ended == ended + 1)
