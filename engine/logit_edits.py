@@ -339,9 +339,10 @@ class _Rows:
         return rows, where
 
     def _grow(self, rows: int, width: int) -> None:
-        grown = self.data.new_full((rows, self.data.shape[1], width), self._fill)
-        if self.data.numel():
-            grown[: self.data.shape[0], :, width - self.width :] = self.data
+        with torch.inference_mode(False):  # else a caller's inference mode would forbid updates outside of it
+            grown = self.data.new_full((rows, self.data.shape[1], width), self._fill)
+            if self.data.numel():
+                grown[: self.data.shape[0], :, width - self.width :] = self.data
         self.data = grown
 
 

@@ -24,6 +24,8 @@ GREEDY_BELOW = 1e-5
 MAX_CANDIDATES = 256
 """Rows whose top_k is at most this are drawn from their largest logits alone; past it, searching all V is faster."""
 
+_CPU_BLOCK = 2**19
+"""Logits a CPU works on at a time, so that its dozen passes over them stay in cache. A GPU takes all rows at once."""
 _LIKELY = 128
 """Candidates a CPU tries before it searches the vocabulary."""
 _MASS_ONE = 2.0**40
@@ -41,8 +43,8 @@ class SampleInputs:
     seeds: Tensor  # [R] i64, any value
     positions: Tensor  # [R] i64, of the token being drawn
 
-    def rows(self, index: Tensor) -> SampleInputs:
-        """index: i64[r] -> the inputs of those rows."""
+    def rows(self, index: Tensor | slice) -> SampleInputs:
+        """index: i64[r] or a slice -> the inputs of those rows."""
         return SampleInputs(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
 
@@ -91,9 +93,18 @@ def sample(logits: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
     logits: [R, V] f32, bf16 or f16, after bias, penalties and masks (-inf is never drawn while anything else is there);
     left as they are. -> i64[R]. A row's id depends on its own logits, inputs and nothing else.
     """
-    logits = logits.to(torch.float32)
     if not route.has_random:
         return sample_argmax(logits)
+    rows = logits.shape[0]
+    block = max(1, _CPU_BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else rows
+    if rows <= block:
+        return _sample_block(logits, inputs, route)
+    slices = [slice(start, start + block) for start in range(0, rows, block)]
+    return torch.cat([_sample_block(logits[some], inputs.rows(some), route) for some in slices])
+
+
+def _sample_block(logits: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
+    logits = logits.to(torch.float32)
     if route.candidates:
         drawn = _draw_from_candidates(logits, inputs, route)
     elif logits.device.type == "cpu" and (route.has_top_p or route.has_min_p):

@@ -165,6 +165,13 @@ def test_b13_drawn_tokens_are_counted_before_anyone_has_read_them() -> None:
     assert [ids(step) for step in steps] == [[9, 9], [9, 9], [3, 9], [4, 9]]
 
 
+def test_slots_opened_in_inference_mode_are_counted_outside_of_it() -> None:
+    sampler = new_sampler(4)
+    with torch.inference_mode():
+        sampler.open(0, SamplingParams(temperature=0, frequency_penalty=2), seed=0, prompt=[1])
+    assert ids(launch(sampler, peaked(4, (2, 3.0)), [0], 1)) == [2]
+
+
 def test_only_choice_0_is_counted_for_a_slot() -> None:
     sampler = new_sampler(4)
     sampler.open(0, SamplingParams(temperature=0, frequency_penalty=2), seed=0, prompt=[1])

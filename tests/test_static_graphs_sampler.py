@@ -265,6 +265,15 @@ def test_x_9_a_draw_depends_on_its_own_row_only(params: dict[str, float]) -> Non
         assert some.tolist() == together[order].tolist()
 
 
+def test_x_9_a_batch_too_large_for_one_block_draws_as_its_rows_do_alone() -> None:
+    logits = random_logits(24, 50_000, seed=12)
+    logits[::2, :30] += 12
+    rows = torch.arange(24)
+    together = served(logits, seeds=rows, positions=rows, top_p=0.6)
+    for row in (0, 1, 10, 11, 23):
+        assert served(logits[row : row + 1], seeds=row, positions=row, top_p=0.6).item() == together[row]
+
+
 def test_x_9_rows_of_different_kinds_share_a_call_without_changing_each_other() -> None:
     logits = random_logits(len(FILTERS) + 1, 400, seed=9)
     kinds = [*FILTERS.values(), {"temperature": 0.0}]
