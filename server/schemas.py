@@ -23,6 +23,8 @@ DEFAULT_MAX_TOKENS = 16
 _MAX_STOPS = 4
 _MAX_BIASED = 1024
 _MAX_BAD_WORDS = 128
+_MAX_MESSAGES = 4096
+"""Checking more would hold up the event loop: they cost about 10 us each."""
 _MAX_REPORTED = 16
 _GREEDY_BELOW = 1e-5
 """Temperatures under this overflow when logits are divided by them, and mean greedy anyway."""
@@ -283,7 +285,7 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None

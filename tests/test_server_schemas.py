@@ -290,6 +290,7 @@ def test_an_unknown_model_is_a_404_and_none_is_the_default() -> None:
         [{"role": "robot", "content": "hi"}],
         [{"role": "user", "content": 7}],
         [{"role": "user", "content": None}],
+        [{"role": "user", "content": "hi"}] * 4097,
     ],
 )
 def test_bad_messages_are_a_400_that_names_them(messages: Any) -> None:
