@@ -16,6 +16,7 @@ class StopStrings:
         self.texts = tuple(texts)
         self.include_in_output = include_in_output
         self.borders = tuple(_borders(text) for text in self.texts)
+        self.first_characters = frozenset(text[0] for text in self.texts)
 
 
 class StopFilter:
@@ -36,6 +37,8 @@ class StopFilter:
         """The part of the text so far that is new and certain. After a match: nothing."""
         if self.matched is not None:
             return ""
+        if not self._held and self._stops.first_characters.isdisjoint(text):
+            return text  # nearly every token
         for offset, character in enumerate(text, start=1):
             match = self._advance(character)
             if match is not None:
