@@ -244,3 +244,31 @@ def test_a_driver_fault_in_the_background_meets_the_next_step():
         pool.wait_idle()
         with pytest.raises(RuntimeError, match="cuMemMap failed"):
             pool.ensure_cells(10)
+
+
+def test_a_trim_in_the_middle_of_mapping_ahead_withdraws_the_rest():
+    driver = FakeDriver()
+    with cuda_pool(driver, low_water=2000) as pool:
+        trimming = threading.Thread(target=pool.trim, args=(16,))
+
+        def trim_now() -> None:
+            trimming.start()
+            pool.wait_idle()
+
+        pool.ensure_cells(16)
+        pool.wait_idle()
+        assert pool.rows >= 2017
+        pool.trim(16)
+        driver.on_next_map = trim_now
+        pool.ensure_cells(16)
+        pool.wait_idle()
+        trimming.join()
+        assert pool.rows < 100
+
+
+def test_close_in_the_middle_of_mapping_ahead_leaves_nothing_behind():
+    driver = FakeDriver()
+    with cuda_pool(driver, low_water=4000) as pool:
+        pool.ensure_cells(16)
+    assert not driver.mapped
+    assert not driver.reserved

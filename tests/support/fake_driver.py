@@ -1,6 +1,7 @@
 """A device's virtual memory without a device: `cache.pool.Driver` over a budget of bytes, with faults on demand."""
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -23,6 +24,7 @@ class FakeDriver:
         self.released_caches = 0
         self.synchronized = 0
         self.fault: Exception | None = None
+        self.on_next_map: Callable[[], None] | None = None
         self._next_address = 1 << 20
 
     @property
@@ -42,6 +44,9 @@ class FakeDriver:
 
     def map(self, address: int, size: int) -> None:
         self.mapping_threads.append(threading.get_ident())
+        hook, self.on_next_map = self.on_next_map, None
+        if hook is not None:
+            hook()
         if self.fault is not None:
             raise self.fault
         assert size > 0
