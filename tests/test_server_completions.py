@@ -427,9 +427,7 @@ def _leave_while_waiting(client: httpx.Client, body: bytes) -> None:
 
 def test_b25_a_stream_left_in_the_middle_is_cancelled(held: Held) -> None:
     held.executor.release(3)
-    with held.server.http.stream(
-        "POST", PATH, json={"prompt": [5], "max_tokens": 400, "stream": True}
-    ) as answer:
+    with held.server.http.stream("POST", PATH, json={"prompt": [5], "max_tokens": 400, "stream": True}) as answer:
         held.executor.wait_held()
     until(lambda: held.in_use() == 0)
     held.executor.release()
