@@ -111,10 +111,8 @@ def test_a_query_that_is_a_transposed_view_is_read_through_its_strides() -> None
     torch.testing.assert_close(out, reference.attend_cells(*args, reach=ALL, scale=0.3), atol=1e-5, rtol=1e-5)
 
 
-def test_the_launch_depends_on_the_width_alone() -> None:
-    assert triton_cells.default_tile_rows(width=1, group=4) == 1
-    assert triton_cells.default_tile_rows(width=8, group=4) == 1
-    assert triton_cells.default_tile_rows(width=256, group=4) == 16
-    assert triton_cells.default_tile_rows(width=256, group=3) == 16
-    assert triton_cells.default_tile_rows(width=256, group=1) == 64
-    assert triton_cells.default_tile_rows(width=256, group=128) == 1
+@pytest.mark.parametrize(
+    ("width", "group", "expected"), [(1, 4, 1), (8, 4, 1), (256, 4, 16), (256, 3, 16), (256, 1, 64), (256, 128, 1)]
+)
+def test_tiles_fill_a_matrix_product_and_never_outgrow_the_step(width: int, group: int, expected: int) -> None:
+    assert triton_cells.default_tile_rows(width, group, triton_cells.block_shape(128, upcast=False)) == expected

@@ -16,6 +16,8 @@ The interpreter (TRITON_INTERPRET=1, no GPU) runs the same kernels except for bf
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -24,8 +26,6 @@ from cache.geometry import Reach
 from cache.step import CellStep
 
 LOG2E = tl.constexpr(1.4426950408889634)
-TILE_PRODUCT_ROWS = 64
-"""Rows of a tile times query heads of a group, at most: the M of the tile's matrix products."""
 PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_SPLITS = 32
 
@@ -54,17 +54,17 @@ def attend_cells(
     query = query if query.stride(-1) == 1 else query.contiguous()
     if num_splits is None:
         num_splits = default_splits(width * num_kv_heads, query.device)
+    padded_k, padded_v = _pad(k_dim), _pad(v_dim)
+    upcast = query.dtype == torch.float32
+    shape = block_shape(max(padded_k, padded_v), upcast)
     if tile_rows is None:
-        tile_rows = default_tile_rows(width, group)
+        tile_rows = default_tile_rows(width, group, shape)
     out = query.new_empty(width, num_heads, v_dim)
     # Partial results of each part of each row's run; not touched when there is one part.
     partial = (width, num_heads, num_splits) if num_splits > 1 else (1, 1, 1)
     peaks = torch.empty(*partial, dtype=torch.float32, device=query.device)
     sums = torch.empty(*partial, dtype=torch.float32, device=query.device)
     outs = torch.empty(*partial, v_dim, dtype=torch.float32, device=query.device)
-    padded_k, padded_v = _pad(k_dim), _pad(v_dim)
-    upcast = query.dtype == torch.float32
-    cell_bytes = (padded_k + padded_v) * (4 if upcast else query.element_size())
     for rows_each in dict.fromkeys((1, tile_rows)):
         _attend_splits[(triton.cdiv(width, rows_each), num_kv_heads, num_splits)](
             query,
@@ -99,12 +99,12 @@ def attend_cells(
             V_DIM=v_dim,
             PADDED_K=padded_k,
             PADDED_V=padded_v,
-            BLOCK=64 if cell_bytes <= 1024 else 32 if cell_bytes <= 2048 else 16,
+            BLOCK=shape.cells,
             SPLITS=num_splits,
             HAS_SOFTCAP=softcap is not None,
             HAS_SINKS=sinks is not None,
             UPCAST=upcast,
-            num_warps=4,
+            num_warps=shape.warps,
             num_stages=2,
         )
     if num_splits > 1:
@@ -131,9 +131,27 @@ def default_splits(programs: int, device: torch.device) -> int:
     return 1 << min(max(wanted, 1), MAX_SPLITS).bit_length() - 1
 
 
-def default_tile_rows(width: int, group: int) -> int:
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What one program's matrix products hold at once, so that registers do not spill (compiled for sm_90)."""
+
+    product_rows: int  # rows of a tile times query heads of a group, at most
+    cells: int  # cells an inner block visits
+    warps: int
+
+
+def block_shape(head_width: int, upcast: bool) -> BlockShape:
+    """head_width: the wider of K and V, padded. float32 has no exact tensor-core product: small tiles of plain sums."""
+    if upcast:
+        return BlockShape(16, 32 if head_width <= 128 else 16, 8)
+    if head_width <= 128:
+        return BlockShape(64, 64, 4)
+    return BlockShape(64, 32, 8) if head_width <= 256 else BlockShape(32, 16, 8)
+
+
+def default_tile_rows(width: int, group: int, shape: BlockShape) -> int:
     """Rows that share their K/V loads when they are of one sequence. A power of two; 1 turns tiles off."""
-    rows = 1 << max(1, TILE_PRODUCT_ROWS // group).bit_length() - 1
+    rows = 1 << max(1, shape.product_rows // group).bit_length() - 1
     return rows if rows <= width else 1
 
 
