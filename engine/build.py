@@ -9,7 +9,8 @@ import atexit
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ import torch
 
 from cache.cell_cache import CellCache
 from cache.geometry import CacheConfig, Geometry
+from cache.step import CellStep
 from engine.cell_executor import CellExecutor
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import ConfigError, ModelError
@@ -24,8 +26,9 @@ from engine.loop import EngineLoop
 from engine.sampling import Sampler
 from engine.scheduler import SchedulerLimits
 from engine.types import EngineInfo, GenerationDefaults
+from static_graphs.capture import CapturedForwards
 from static_graphs.forwards import Forwards
-from static_graphs.loading import default_model, export_tokenizer, load_tokenizer, locate
+from static_graphs.loading import default_model, export_tokenizer
 from static_graphs.methods import method_table
 from static_graphs.model import ModelLoadError, load_model
 
@@ -35,8 +38,10 @@ Progress = Callable[[str, int, int], None]
 CPU_WIDTHS = (1, 2, 4, 8, 16)
 """Padding is free where a step waits for weights; wider steps run at their exact size."""
 CPU_POOL_BYTES = 4 << 30
-PREFILL_BUDGET = 512
-PREFILL_CHUNK = 64
+CPU_PREFILL = (512, 64)
+"""(tokens of a step without decodes, of one session's turn)."""
+CUDA_WIDTHS = (1, 2, 4, *range(8, 257, 8), 512)
+CUDA_PREFILL = (8192, 512)
 
 
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, EngineInfo]:
@@ -59,15 +64,10 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
     kv_dtype = model.dtype
     kv_cells = _kv_cells(config, model.geometry, kv_dtype, device)
     max_model_len = _max_model_len(config, model.max_model_len, kv_cells)
-    widths = config.widths or CPU_WIDTHS
-    prefill_budget = config.max_num_batched_tokens or max(PREFILL_BUDGET, 2 * widths[-1])
-    limits = SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
-        prefill_budget=prefill_budget,
-        mixed_budget=max(prefill_budget, config.max_num_seqs + min(PREFILL_CHUNK, prefill_budget)),
-        prefill_chunk=min(PREFILL_CHUNK, prefill_budget),
-    )
-    widest = max(limits.prefill_budget, limits.mixed_budget)
+    is_cuda = device.type == "cuda"
+    widths = config.widths or (CUDA_WIDTHS if is_cuda else CPU_WIDTHS)
+    limits = _limits(config, widths, CUDA_PREFILL if is_cuda else CPU_PREFILL)
+    widest = min(max(limits.prefill_budget, limits.mixed_budget), kv_cells)  # no step has more tokens than cells
     methods = method_table([width for width in widths if width < widest], widest)
     progress("allocating the K/V pool", 0, 1)
     cache = CellCache(
@@ -75,14 +75,20 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         CacheConfig(capacity_cells=kv_cells, max_write=widest, kv_dtype=kv_dtype, max_sequences=config.max_num_seqs),
         device,
     )
+    forwards: Forwards
+    if is_cuda and not config.enforce_eager:
+        forwards = captured = CapturedForwards(model, methods, device)
+        captured.capture(lambda width: _rehearsal(cache, width), progress)
+    else:
+        forwards = Forwards(model, methods)
     executor = CellExecutor(
-        Forwards(model, methods),
+        forwards,
         cache,
         Sampler(model.vocab_size, device, config.max_num_seqs),
         max_sessions=config.max_num_seqs,
         max_session_tokens=max_model_len,
         device=device,
-        overlaps=device.type == "cuda",
+        overlaps=is_cuda,
     )
     info = EngineInfo(
         model=name,
@@ -101,6 +107,33 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         created_s=int(time.time()),
     )
     return EngineLoop(executor, limits), info
+
+
+def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, int]) -> SchedulerLimits:
+    """Beside decodes a step is kept as narrow as the widest static method, so that inter-token latency holds (D10)."""
+    budget, chunk = prefill
+    budget = config.max_num_batched_tokens or max(budget, 2 * widths[-1])
+    chunk = min(chunk, budget)
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        prefill_budget=budget,
+        mixed_budget=max(widths[-1], config.max_num_seqs + chunk),
+        prefill_chunk=chunk,
+    )
+
+
+@contextmanager
+def _rehearsal(cache: CellCache, width: int) -> Iterator[CellStep]:
+    """A step of one token and padding at the addresses that serving uses; it leaves no trace."""
+    sequence = cache.seq_new()
+    try:
+        cache.declare_step([sequence])
+        try:
+            yield cache.prepare_step(width)
+        finally:
+            cache.undo_step()
+    finally:
+        cache.seq_rm(sequence)
 
 
 def _device(name: str) -> torch.device:
@@ -122,13 +155,10 @@ def _defaults(written: Mapping[str, float]) -> GenerationDefaults:
 
 def _export_tokenizer(model: str) -> tuple[str | None, int | None]:
     """Write what the server needs to make text: (folder, number of token ids), None for a model without a tokenizer."""
-    tokenizer = load_tokenizer(locate(model, "dummy"))
-    if tokenizer is None:
-        return None, None
     folder = Path(tempfile.mkdtemp(prefix="cellserve-tokenizer-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    export_tokenizer(model, folder)
-    return str(folder), len(tokenizer)
+    num_token_ids = export_tokenizer(model, folder)
+    return (None, None) if num_token_ids is None else (str(folder), num_token_ids)
 
 
 def _kv_cells(config: EngineConfig, geometry: Geometry, kv_dtype: torch.dtype, device: torch.device) -> int:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from cache.cell_cache import CellCache
-from cache.geometry import CacheError, CacheFull
+from cache.geometry import CacheFull
 from engine.errors import SessionsExhausted, StepFailed
-from engine.packing import PackedStep, PackingError, Slot, pack
+from engine.packing import PackedStep, Slot, pack
 from engine.sampling import Sampled, Sampler
 from engine.types import Batch, ChunkOutput, SamplingParams, StepOutput, TokenLogprobs
 from static_graphs.forwards import Forwards
@@ -163,7 +163,7 @@ class CellExecutor:
             return self._run(batch, packed)
         except torch.AcceleratorError:
             raise  # the device is lost, and the engine with it
-        except (PackingError, CacheError, RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever a model raises ends its step, not the engine
             raise StepFailed(f"a step of {batch.num_tokens} tokens failed: {error}") from error
 
     def collect(self, in_flight: CellInFlight) -> StepOutput:

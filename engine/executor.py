@@ -6,7 +6,7 @@ Engine thread only. A session is one sequence in the executor's cache together w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine.types import Batch, SamplingParams, StepOutput
 
@@ -18,7 +18,10 @@ class InFlight(Protocol):
     def batch(self) -> Batch: ...
 
 
-class Executor(Protocol):
+Launched = TypeVar("Launched", bound=InFlight)
+
+
+class Executor(Protocol[Launched]):
     """Sessions and steps. Ids of sessions strictly increase and are never reused (SES-1)."""
 
     @property
@@ -69,11 +72,11 @@ class Executor(Protocol):
         """Release its cells. Unknown ids are ignored. Safe while a step of the session is in flight."""
         ...
 
-    def launch(self, batch: Batch) -> InFlight:
+    def launch(self, batch: Batch) -> Launched:
         """Start one step. Raises StepFailed: its sessions cannot go on, everything else can."""
         ...
 
-    def collect(self, in_flight: InFlight) -> StepOutput:
+    def collect(self, in_flight: Launched) -> StepOutput:
         """Wait for the step's ids. Raises StepFailed as `launch` does."""
         ...
 

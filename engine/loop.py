@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 
 from engine.errors import SessionsExhausted, StepFailed
 from engine.executor import Executor, InFlight
@@ -31,7 +32,7 @@ class EngineLoop:
     """Drives one executor. Every choice of a submitted request gets exactly one update with `finish`."""
 
     def __init__(
-        self, executor: Executor, limits: SchedulerLimits, *, clock: Callable[[], float] = time.monotonic
+        self, executor: Executor[Any], limits: SchedulerLimits, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._executor = executor
         self._scheduler = Scheduler(limits)
@@ -150,7 +151,7 @@ class EngineLoop:
         sessions = [take.session for take in takes]
         batch = Batch(tuple(take.session.take(take.count) for take in takes))
         try:
-            in_flight = self._executor.launch(batch)
+            in_flight: InFlight = self._executor.launch(batch)
         except StepFailed as error:
             self._fail_step(sessions, error)
             return None

@@ -12,9 +12,11 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from static_graphs.load_errors import ModelLoadError, UnsupportedModel
+from static_graphs.refusals import refuse_by_config
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ HUB_DEFAULT = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _DUMMY_STD = 0.02
 
 
@@ -80,27 +84,29 @@ def locate(model: str, load_format: LoadFormat = "auto") -> Source:
 
 def load_config(source: Source) -> Any:
     """The transformers config, this caller's own copy, without a quantisation entry."""
+    if source.gguf_file is not None:
+        return load_config(Source(_kept(source, "config", _write_config)))
     with _as_load_error(source):
-        config = AutoConfig.from_pretrained(
-            source.folder, local_files_only=True, **({"gguf_file": source.gguf_file} if source.gguf_file else {})
-        )
+        config = AutoConfig.from_pretrained(source.folder, local_files_only=True)
     quantisation = getattr(config, "quantization_config", None)
-    if quantisation is not None and source.gguf_file is None:
-        method = dict(quantisation).get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
-        raise UnsupportedModel(
-            f"{source.folder} holds weights quantised by {method}: only plain and GGUF weights are read"
-        )
-    return _without_quantisation(config)
+    if quantisation is not None:
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        raise UnsupportedModel(f"{source.folder} is quantised by {method}: only plain and GGUF weights are read")
+    return config
 
 
 def load_module(source: Source, *, device: torch.device, dtype: torch.dtype | None) -> Any:
     """The causal language model with its own weights, in eval mode on `device`.
 
-    dtype None: the checkpoint's on CUDA, float32 on CPU.
+    dtype None: the checkpoint's on CUDA (a GGUF's is bfloat16), float32 on CPU.
     """
     if source.gguf_file is not None:
-        source = _converted(source, dtype or _own_dtype(None, device))
+        chosen = dtype or _own_dtype(None, device)
+        name = str(chosen).removeprefix("torch.")
+        folder = _kept(source, name, partial(_write_weights, chosen))
+        return load_module(Source(folder), device=device, dtype=chosen)
     config = load_config(source)
+    refuse_by_config(config)
     _require_causal(config)
     chosen = dtype or _own_dtype(getattr(config, "dtype", None), device)
     with _as_load_error(source), _without_progress_bars():
@@ -122,6 +128,7 @@ def random_module(config: Any, *, device: torch.device, dtype: torch.dtype | Non
     silence its layer.
     """
     config = copy.deepcopy(config)
+    refuse_by_config(config)
     _require_causal(config)
     chosen = dtype or _own_dtype(getattr(config, "dtype", None), device)
     std = getattr(config.get_text_config(), "initializer_range", None) or _DUMMY_STD
@@ -142,29 +149,30 @@ def generation_defaults(source: Source) -> dict[str, float]:
     return {name: written[name] for name in _DEFAULTS if isinstance(written.get(name), int | float)}
 
 
-def load_tokenizer(source: Source) -> Any | None:
-    """The tokenizer, or None where the folder has none (a config alone, for random weights)."""
-    if source.gguf_file is not None:
-        with _as_load_error(source), _without_progress_bars():
-            return AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file, local_files_only=True)
-    if not any(
-        (source.folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    ):
-        return None
-    with _as_load_error(source):
-        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+def end_of_text(source: Source) -> int | None:
+    """The tokenizer's end-of-sequence id, or None where it has none or the folder has no tokenizer."""
+    folder = _tokenizer_folder(source)
+    text = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    if isinstance(text, dict):
+        text = text.get("content")
+    # Read off the file: to build the tokenizer for this one number takes a second or more.
+    for token in _read_json(folder / "tokenizer.json").get("added_tokens", []):
+        if token.get("content") == text:
+            return int(token["id"])
+    tokenizer = _load_tokenizer(Source(folder))
+    return None if tokenizer is None else tokenizer.eos_token_id
 
 
-def export_tokenizer(model: str, folder: Path) -> None:
+def export_tokenizer(model: str, folder: Path) -> int | None:
     """Write what a server needs to read and write this model's text, without transformers, into `folder`.
 
     tokenizer.json for the tokenizers package, tokenizer_config.json with the text and id of each special token, and
-    chat_template.jinja where the model has a template. Raises ModelLoadError where the model brings no tokenizer.
+    chat_template.jinja where the model has a template. -> how many token ids the tokenizer knows; None, and nothing is
+    written, where the model brings no tokenizer.
     """
-    source = locate(model, "dummy")
-    tokenizer = load_tokenizer(source)
+    tokenizer = _load_tokenizer(Source(_tokenizer_folder(locate(model, "dummy"))))
     if tokenizer is None:
-        raise ModelLoadError(f"{model} has no tokenizer: it can be served for token ids only")
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     special: dict[str, Any] = {}
@@ -178,6 +186,7 @@ def export_tokenizer(model: str, folder: Path) -> None:
         template = template.get("default")
     if template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return len(tokenizer)
 
 
 def _locate_in_folder(model: str, path: Path) -> Source:
@@ -206,51 +215,70 @@ def _fetch(model: str, load_format: LoadFormat) -> Source:
     return Source(Path(folder))
 
 
-def _converted(source: Source, dtype: torch.dtype) -> Source:
-    """`source`'s GGUF as a plain checkpoint of `dtype`, converted once and kept in the user's cache folder.
+def _kept(source: Source, name: str, write: Callable[[Source, Path], None]) -> Path:
+    """The folder `name` of what a GGUF was converted to, written once and kept in the user's cache folder.
 
-    transformers parses a GGUF's vocabulary several times over: a 135M model takes 10 to 15 s to read, its converted
-    form about one.
+    transformers parses a GGUF's vocabulary several times over: a 135M model takes 10 to 15 s to read, what is kept of
+    it one or two.
     """
     path = source.folder / str(source.gguf_file)
     status = path.stat()
-    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {dtype} {transformers.__version__}"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellserve" / "gguf"
-    folder = root / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {transformers.__version__}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellserve" / "gguf"
+    folder = cache / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}" / name
     if folder.is_dir():
-        return Source(folder)
+        return folder
+    logger.info("converting %s (%s), once", path.name, name)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.mkdtemp(prefix=".converting-", dir=root)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
     except OSError as error:
-        logger.warning("the converted form of %s is not kept, so the next start converts again: %s", path.name, error)
-        scratch = tempfile.mkdtemp(prefix="cellserve-gguf-")
-        root = folder = Path(scratch)
-    _convert(source, dtype, Path(scratch))
-    if folder != Path(scratch):
-        # A whole folder appears at once, or another process was first and its folder is as good.
+        logger.warning("what %s is converted to is not kept, the next start converts again: %s", path.name, error)
+        folder = scratch = Path(tempfile.mkdtemp(prefix="cellserve-gguf-"))
+    with _as_load_error(source), _without_progress_bars():
+        write(source, scratch)
+    # A whole folder appears at once, or another process was first and its folder is as good.
+    if folder != scratch:
         with contextlib.suppress(OSError):
             os.rename(scratch, folder)
-    return Source(folder)
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
 
 
-def _convert(source: Source, dtype: torch.dtype, folder: Path) -> None:
-    logger.info("converting %s to %s, once", source.gguf_file, dtype)
-    with _as_load_error(source), _without_progress_bars():
-        read = AutoModelForCausalLM.from_pretrained(
-            source.folder, gguf_file=source.gguf_file, dtype=dtype, local_files_only=True
-        )
+def _write_config(source: Source, folder: Path) -> None:
+    config = AutoConfig.from_pretrained(source.folder, gguf_file=source.gguf_file, local_files_only=True)
+    _without_quantisation(config).save_pretrained(folder)
+
+
+def _write_tokenizer(source: Source, folder: Path) -> None:
+    AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file, local_files_only=True).save_pretrained(
+        folder
+    )
+
+
+def _write_weights(dtype: torch.dtype, source: Source, folder: Path) -> None:
+    read = AutoModelForCausalLM.from_pretrained(
+        source.folder, gguf_file=source.gguf_file, dtype=dtype, local_files_only=True
+    )
     # A module read from GGUF refuses to be saved: its weights go into a module of the same config that never was.
-    config = _without_quantisation(copy.deepcopy(read.config))
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        plain = AutoModelForCausalLM.from_config(_without_quantisation(copy.deepcopy(read.config)), dtype=dtype)
     plain.load_state_dict(read.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = read.generation_config
     plain.save_pretrained(folder)
-    tokenizer = load_tokenizer(source)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+
+
+def _tokenizer_folder(source: Source) -> Path:
+    return source.folder if source.gguf_file is None else _kept(source, "tokenizer", _write_tokenizer)
+
+
+def _load_tokenizer(source: Source) -> Any | None:
+    """None where the folder has no tokenizer (a config alone, for random weights)."""
+    if not any((source.folder / name).exists() for name in _VOCABULARIES):
+        return None
+    with _as_load_error(source):
+        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
 
 
 def _without_quantisation(config: Any) -> Any:
@@ -261,8 +289,6 @@ def _without_quantisation(config: Any) -> Any:
 
 def _require_causal(config: Any) -> None:
     kind = getattr(config, "model_type", type(config).__name__)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{kind} is an encoder-decoder: it attends to a second sequence")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(f"{kind} has no causal language model in transformers {transformers.__version__}")
 
