@@ -62,6 +62,10 @@ class CapturedForwards(Forwards):
                     self.captures += 1
             progress("capturing graphs", len(widths), len(widths))
 
+    def graph(self, width: int) -> torch.cuda.CUDAGraph:
+        """The captured body of a static width, for whoever times it."""
+        return self._graphs[width]
+
     def _body(
         self, step_slice: StepSlice, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep
     ) -> torch.Tensor:

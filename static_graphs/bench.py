@@ -1,0 +1,225 @@
+"""`python -m static_graphs.bench`: one decode step of a model shape on a CUDA device, beside its floor.
+
+Random weights at true shapes, random K/V in shuffled cells, `--context` tokens a row. The floor is the bytes a step
+must read (every weight once, every row's K/V once) over the copy bandwidth measured in the same run; the products'
+floor counts where it is larger. Prints one JSON object a line, as benchmarks.jsonl collects them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import AutoConfig
+
+from cache.cell_cache import CellCache
+from cache.geometry import CacheConfig
+from cache.step import CellStep
+from static_graphs.capture import CapturedForwards
+from static_graphs.methods import method_table, plan_slices
+from static_graphs.model import LoadedModel, model_from_config
+from static_graphs.sampler import sample_argmax
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
+    "0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+}
+COPY_BYTES = 4 << 30
+STEPS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of this device, measured in this run."""
+
+    copy_bytes_s: float
+    """Read plus written."""
+    matmul_flops_s: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if not torch.cuda.is_available():
+        Console(stderr=True).print("static_graphs.bench needs a CUDA device; on a CPU use python -m engine.bench")
+        return 2
+    device = torch.device("cuda")
+    ceilings = measure_ceilings(device)
+    _print("ceiling", "copy", ceilings.copy_bytes_s / 1e9, "GB/s")
+    _print("ceiling", "bf16 matmul 8192", ceilings.matmul_flops_s / 1e12, "TFLOP/s")
+    for shape in args.shapes.split(","):
+        fields = dict(SHAPES[shape])
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        model = model_from_config(config, device=device, dtype=torch.bfloat16, max_model_len=args.context + 64)
+        for rows in map(int, args.rows.split(",")):
+            case = f"{shape} rows={rows} ctx={args.context}"
+            with torch.inference_mode():
+                body_ms, step_ms = time_decode(model, rows, args.context)
+            floor_ms = decode_floor_ms(model, rows, args.context, ceilings)
+            _print("body graph", case, body_ms, "ms", floor_ms)
+            _print("decode step", case, step_ms, "ms", floor_ms)
+        del model
+        torch.cuda.empty_cache()
+    return 0
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    source = torch.randint(0, 100, (COPY_BYTES // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    copy_s = _median_s(lambda: target.copy_(source), 10)
+    left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    matmul_s = _median_s(lambda: left @ right, 10)
+    return Ceilings(2 * COPY_BYTES / copy_s, 2 * 8192**3 / matmul_s)
+
+
+def decode_floor_ms(model: LoadedModel, rows: int, context: int, ceilings: Ceilings) -> float:
+    """The larger of bytes over bandwidth and operations over the matrix rate, attention's bytes included."""
+    embedding = model.module.get_input_embeddings().weight
+    head = model.module.get_output_embeddings().weight
+    parameters = sum(p.numel() for p in model.module.parameters())
+    read = parameters - (0 if head is embedding else embedding.numel())
+    kv_bytes = rows * context * model.geometry.bytes_per_cell(torch.bfloat16)
+    bytes_s = (2 * read + kv_bytes) / ceilings.copy_bytes_s
+    return float(1e3 * max(bytes_s, 2 * read * rows / ceilings.matmul_flops_s))
+
+
+def time_decode(model: LoadedModel, rows: int, context: int) -> tuple[float, float]:
+    """-> milliseconds of the captured body alone, and of a whole step: prepare, body, head, argmax, commit."""
+    device = model.device
+    width = max(rows, 1)
+    cells = rows * (context + STEPS * 2 + 8)
+    config = CacheConfig(cells, max_write=max(width + 1, 512), kv_dtype=torch.bfloat16, initial_cells=cells)
+    cache = CellCache(model.geometry, config, device)
+    try:
+        forwards = CapturedForwards(model, method_table([width], max(width + 1, 512)), device)
+        forwards.capture(lambda _: _one_token_step(cache, width), lambda *_: None)
+        sequences = np.array([cache.seq_new() for _ in range(rows)], np.int32)
+        _fill(cache, sequences, context)
+        tokens = torch.randint(0, model.vocab_size, (rows,), device=device)
+        positions = torch.full((rows,), context, dtype=torch.int64, device=device)
+        selected = torch.arange(rows, device=device)
+        (step_slice,) = plan_slices(rows, forwards.methods)
+
+        def decode() -> None:
+            cache.declare_step(sequences)
+            step = cache.prepare_step(step_slice.width)
+            logits = forwards.run(step_slice, tokens, positions, step, selected)
+            assert logits is not None
+            sample_argmax(logits)
+            cache.commit_step()
+
+        decode()
+        body_ms = 1e3 * _median_s(forwards.graph(width).replay, STEPS)
+        for _ in range(5):
+            decode()
+        torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        for _ in range(STEPS):
+            decode()
+        torch.cuda.synchronize()
+        return body_ms, 1e3 * (time.perf_counter() - started_s) / STEPS
+    finally:
+        torch.cuda.synchronize()
+        cache.close()
+
+
+def _fill(cache: CellCache, sequences: np.ndarray[Any, np.dtype[np.int32]], context: int) -> None:
+    """`context` tokens a sequence, token by token in turn, so that a sequence's cells lie apart; random K/V."""
+    owners = np.tile(sequences, context)
+    for start in range(0, len(owners), cache.config.max_write):
+        part = owners[start : start + cache.config.max_write]
+        cache.declare_step(part)
+        cache.prepare_step(len(part))
+        cache.commit_step()
+    for side in (*cache.pool.keys, *cache.pool.values):
+        side[: cache.pool.rows].normal_()
+
+
+@contextmanager
+def _one_token_step(cache: CellCache, width: int) -> Iterator[CellStep]:
+    sequence = cache.seq_new()
+    cache.declare_step([sequence])
+    yield cache.prepare_step(width)
+    cache.undo_step()
+    cache.seq_rm(sequence)
+
+
+def _median_s(run: Callable[[], object], repeats: int) -> float:
+    """Device time of one `run`, by events."""
+    for _ in range(3):
+        run()
+    times: list[float] = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _print(bench: str, case: str, value: float, unit: str, floor: float | None = None) -> None:
+    commit = subprocess.run(
+        ("git", "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False
+    ).stdout.strip()
+    record = {
+        "bench": bench,
+        "case": case,
+        "value": float(f"{value:.4g}"),
+        "unit": unit,
+        "floor": floor and float(f"{floor:.4g}"),
+        "peer": None,
+        "peer_value": None,
+        "machine": torch.cuda.get_device_name(),
+        "commit": commit or None,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    print(json.dumps(record), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m static_graphs.bench", description="time one decode step on a GPU")
+    parser.add_argument("--shapes", default="8b,0.6b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--rows", default="1,8,64,256")
+    parser.add_argument("--context", type=int, default=1024, help="tokens each row attends")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
