@@ -21,16 +21,15 @@ from static_graphs.loading import (
     LoadFormat,
     Source,
     default_model,
+    end_of_text,
     export_tokenizer,
     generation_defaults,
     load_config,
     load_module,
-    load_tokenizer,
     locate,
     random_module,
 )
 from static_graphs.proof import prove
-from static_graphs.refusals import refuse_by_config
 from static_graphs.rope import fix_frequencies
 
 __all__ = [
@@ -124,7 +123,6 @@ def _bound(module: Any, source: Source | None, max_model_len: int | None) -> Loa
     length = _max_model_len(config, max_model_len)
     device = next(module.parameters()).device
     try:
-        refuse_by_config(module.config)
         body_name = _body_name(module)
         fix_frequencies(module, length)
         geometry, output = bind(module, getattr(module, body_name), device)
@@ -197,8 +195,8 @@ def _max_model_len(config: Any, asked: int | None) -> int:
 
 def _eos_token_ids(module: Any, source: Source | None) -> tuple[int, ...]:
     """The tokenizer's end and every end that generation_config names (a chat model often has one of each)."""
-    tokenizer = None if source is None else load_tokenizer(source)
-    found = set() if tokenizer is None or tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    end = None if source is None else end_of_text(source)
+    found = set() if end is None else {end}
     written = module.generation_config.eos_token_id if module.generation_config is not None else None
     if written is not None:
         found.update(written if isinstance(written, list) else [written])

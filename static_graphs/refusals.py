@@ -11,13 +11,20 @@ ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_att
 
 def refuse_by_config(config: Any) -> None:
     """Raise UnsupportedModel where K/V cells cannot hold what the model keeps of a sequence."""
+    reason = _reason(config)
+    if reason is not None:
+        raise UnsupportedModel(f"{config.model_type} cannot be served: {reason}")
+
+
+def _reason(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel("it is an encoder-decoder: its rows attend to a second sequence")
+        return "it is an encoder-decoder, whose rows attend to a second sequence"
     text = config.get_text_config()
     if text is not config:
-        raise UnsupportedModel("it is multimodal: only a model of text alone is served")
-    kinds = set(getattr(text, "layer_types", None) or []) - ATTENTION_KINDS
+        return "it is multimodal, and only a model of text alone is served"
+    kinds = set(getattr(config, "layer_types", None) or []) - ATTENTION_KINDS
     if kinds:
-        raise UnsupportedModel(f"it has {', '.join(sorted(kinds))} layers: what they keep of a sequence is no K/V cell")
-    if getattr(text, "is_decoder", True) is False:
-        raise UnsupportedModel("its config says is_decoder false: it is bidirectional")
+        return f"it has {', '.join(sorted(kinds))} layers, and what they keep of a sequence is no K/V cell"
+    if getattr(config, "is_decoder", True) is False:
+        return "its config says is_decoder false: it is bidirectional"
+    return None
