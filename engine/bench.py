@@ -225,7 +225,7 @@ def _machine(device: torch.device) -> str:
         cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), cpu)
     except OSError:
         pass  # not Linux: the platform's own word stands
-    return f"{cpu}, {torch.get_num_threads()} threads"
+    return f"{cpu}, {torch.get_num_threads()} torch threads"
 
 
 def _commit() -> str | None:

@@ -143,6 +143,13 @@ def test_the_command_uses_flags_that_exist() -> None:
     assert arguments_of("EXPOSE") == [arguments[arguments.index("--port") + 1]]
 
 
+def test_the_commands_that_make_and_the_image_start_are_there() -> None:
+    shown = run(sys.executable, "-m", "server.cli", "serve", "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert {"--host", "--port"} <= set(re.findall(r"--[\w-]+", shown.stdout))
+    assert run(sys.executable, "-m", "engine.bench", "--help").returncode == 0
+
+
 def test_compose_sets_only_options_that_exist() -> None:
     fields = {ENV_PREFIX + field.upper() for field in Settings.model_fields}
     environment = service("compose.yaml")["environment"]
