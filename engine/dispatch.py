@@ -85,13 +85,17 @@ class EngineClient(ABC):
     async def start(self) -> None:
         """Launch the engine and return at once; `phase` and `wait_ready` tell the rest.
 
-        A dead engine starts anew. A closed client stays closed: EngineUnavailable.
+        A dead engine starts anew. Raises EngineUnavailable when it cannot be launched, or the client was closed.
         """
         async with self._changing:
             if self._is_closed:
                 raise EngineUnavailable("the server has shut down")
             await self._end()
-            await self._launch()
+            try:
+                await self._launch()
+            except CellserveError as error:
+                self._died(str(error))
+                raise
 
     async def wait_ready(self) -> EngineInfo:
         """Raises ConfigError or ModelError as the load did, EngineUnavailable when the engine ended otherwise."""
@@ -164,7 +168,10 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def _launch(self) -> None:
-        """Bring an engine to life. Its messages go to `_receive` and its end to `_died`, on the asyncio thread."""
+        """Bring an engine to life. Its messages go to `_receive` and its end to `_died`, on the asyncio thread.
+
+        Raises ConfigError or EngineUnavailable and leaves nothing behind.
+        """
 
     @abstractmethod
     def _send(self, message: ToEngine) -> None:

@@ -27,13 +27,16 @@ LAST_WORD_MS = 1000
 
 ORPHAN_GRACE_S = 5.0
 """How long an engine without a parent may take to leave: a step may be in code that no signal interrupts."""
+ORPHAN_NUDGE_S = 0.05
+
+IDLE_WAKE_MS = 1000
+"""An idle engine looks up this often: a signal that came just before it fell asleep is not seen sooner."""
 
 
 def main(folder: Path, build: BuildFromConfig = build_from_config) -> int:
     """Live one engine's life on the calling thread, which is the only one that touches the sockets."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; what it means is up to the parent
-    signal.signal(signal.SIGHUP, _leave)
-    threading.Thread(target=_leave_with_parent, args=(folder,), name="parent watch", daemon=True).start()
+    _ParentWatch(folder).start()
     with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
         receiver.set_hwm(0)
         sender.set_hwm(0)
@@ -68,7 +71,8 @@ class _SocketInbox:
         if self._stops_when_idle and wait:
             return [Stop()]
         if wait:
-            messages.append(decode_to_engine(self._socket.recv()))
+            while not self._socket.poll(IDLE_WAKE_MS):
+                pass
             self._is_waiting = False
         while True:
             try:
@@ -83,19 +87,40 @@ class _SocketInbox:
             sys.exit(0)
 
 
-def _leave(signal_number: int, frame: FrameType | None) -> None:
-    """SIGHUP: nobody is left to hear anything. By way of SystemExit, so that what was set up for the exit is run."""
-    sys.exit(1)
+class _ParentWatch:
+    """Ends the process when standard input ends, for then the parent is gone and nobody is left to hear anything."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_orphan = False
+        self._is_leaving = False
 
-def _leave_with_parent(folder: Path) -> None:
-    """Wait for the end of standard input, then end the engine thread wherever it is; soon, the process with it."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGHUP)
-    time.sleep(ORPHAN_GRACE_S)
-    os._exit(1)
+    def start(self) -> None:
+        signal.signal(signal.SIGHUP, self._on_hangup)
+        engine_thread = threading.get_ident()
+        threading.Thread(target=self._watch, args=(engine_thread,), name="parent watch", daemon=True).start()
+
+    def _watch(self, engine_thread: int) -> None:
+        # A signal that this thread took would not wake the engine thread, which alone handles it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        self._is_orphan = True
+        shutil.rmtree(self._folder, ignore_errors=True)
+        give_up_at_s = time.monotonic() + ORPHAN_GRACE_S
+        while time.monotonic() < give_up_at_s:
+            # Wakes it from whatever it is waiting for. Again and again: a signal that comes just before it falls asleep
+            # is not seen until the next one.
+            if not self._is_leaving:
+                signal.pthread_kill(engine_thread, signal.SIGHUP)
+            time.sleep(ORPHAN_NUDGE_S)
+        os._exit(1)
+
+    def _on_hangup(self, signal_number: int, frame: FrameType | None) -> None:
+        """By way of SystemExit, so that exit handlers run. A terminal's own SIGHUP is the parent's to decide about."""
+        if self._is_orphan and not self._is_leaving:
+            self._is_leaving = True
+            sys.exit(1)
 
 
 if __name__ == "__main__":

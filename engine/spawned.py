@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from engine.config import EngineConfig
 from engine.dispatch import STOP_GRACE_S, EngineClient
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineUnavailable
 from engine.wire import Failed, Garbled, Start, Stop, ToEngine, decode_from_engine, encode
 
 LAST_WORD_S = 0.5
@@ -51,7 +51,10 @@ class ProcessClient(EngineClient):
 
     async def _launch(self) -> None:
         self._begin("starting the engine process")
-        self._child = await _spawn(self._module)
+        try:
+            self._child = await _spawn(self._module)
+        except (OSError, zmq.ZMQError) as error:
+            raise EngineUnavailable(f"the engine process could not be started: {error}") from error
         self._send(Start(self._config))
         self._life = asyncio.create_task(self._live(self._child))
 

@@ -191,8 +191,8 @@ async def test_a_drain_lets_the_running_ones_finish_even_if_every_process_got_th
         stream = client.submit(request())
         await anext(stream)
         assert client.pid is not None
-        os.kill(client.pid, signal.SIGINT)
-        os.kill(client.pid, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            os.kill(client.pid, number)
         closing = asyncio.create_task(client.close(drain_s=TIMEOUT_S))
         await asyncio.sleep(0)
         with pytest.raises(Draining):
@@ -262,6 +262,18 @@ def test_a_child_leaves_with_its_parent_whatever_it_is_doing(name: str, temporar
 
 
 @asyncio_test
+async def test_a_process_that_cannot_be_started_is_an_engine_that_is_not_there(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    client = scene("plain")
+    with pytest.raises(EngineUnavailable, match=r"could not be started: .*/no/such/python"):
+        await client.start()
+    assert client.phase.name == "dead"
+    assert list(temporary.iterdir()) == []
+
+
+@asyncio_test
 async def test_a_temporary_folder_too_deep_for_a_socket_is_an_error_that_says_what_to_do(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +284,7 @@ async def test_a_temporary_folder_too_deep_for_a_socket_is_an_error_that_says_wh
     with pytest.raises(ConfigError, match="set TMPDIR to a shorter folder"):
         await client.start()
     assert list(deep.iterdir()) == []
+    assert client.phase.name == "dead"
     await client.close()
 
 

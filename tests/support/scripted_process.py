@@ -29,6 +29,8 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 def build(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
+    if config.model in ("plain", "load-for-ever"):  # the others may be killed, and would leave it
+        _keep_a_folder()
     progress("reading the script", 1, 2)
     executor = ScriptedExecutor(cells=LONGEST)
     SCENES[config.model](executor)
@@ -38,8 +40,13 @@ def build(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop,
     return scripted_loop(executor, info), info
 
 
+def _keep_a_folder() -> None:
+    """Until the process ends, as a real engine keeps its tokenizer's."""
+    atexit.register(shutil.rmtree, tempfile.mkdtemp(prefix="cellserve-scripted-"))
+
+
 def _plain(executor: ScriptedExecutor) -> None:
-    _keep_a_folder()
+    pass
 
 
 def _refuse_config(executor: ScriptedExecutor) -> None:
@@ -55,13 +62,7 @@ def _crash_in_load(executor: ScriptedExecutor) -> None:
 
 
 def _load_for_ever(executor: ScriptedExecutor) -> None:
-    _keep_a_folder()
     threading.Event().wait()
-
-
-def _keep_a_folder() -> None:
-    """Until the process ends, as a real engine keeps its tokenizer's."""
-    atexit.register(shutil.rmtree, tempfile.mkdtemp(prefix="cellserve-scripted-"))
 
 
 def _hang(executor: ScriptedExecutor) -> None:
