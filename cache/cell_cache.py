@@ -10,17 +10,22 @@ leaves table, declaration and pool as they were.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cache.cells import CellTable, Declaration, Placement, runs
-from cache.geometry import CacheConfig, CacheError, Geometry, InvalidConfig, InvalidProgram, InvalidStep
-from cache.pool import CpuPool, CudaPool, Pool
+from cache.cells import I64, CellTable, Declaration, Placement, runs
+from cache.geometry import CacheConfig, Geometry, InvalidConfig, InvalidStep, Reach
+from cache.pool import CpuPool, CudaPool, Pool, check_storage
+from cache.programs import Programs
 from cache.step import CellStep, Run
 from cache.upload import DeviceUploads, HostUploads, Uploads
+
+RunRule = Callable[[Reach, Placement], tuple[I64, I64]]
+"""What each row of a placed step sees with that reach: where its run begins in its cell list, and how long it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +56,10 @@ class CellCache:
         pool: Pool | None = None,
         uploads: Uploads | None = None,
         table: CellTable | None = None,
+        run_rule: RunRule = lambda reach, placed: runs(reach, placed.positions),
     ):
-        """`pool`, `uploads` and `table` are made for the device unless they are given."""
-        if config.max_write > config.capacity_cells + 1:
-            raise InvalidConfig(
-                f"max_write is {config.max_write}: "
-                f"a step cannot be wider than the pool's {config.capacity_cells + 1} rows"
-            )
+        """`pool`, `uploads` and `table` are made for the device unless they are given; rows see what came before."""
+        check_config(config)
         is_cuda = device.type == "cuda"
         if table is None:
             table = CellTable(config.capacity_cells, config.max_sequences, log_writes=is_cuda)
@@ -73,11 +75,12 @@ class CellCache:
         self.pool = pool
         self._table = table
         self._uploads = uploads
+        self._run_rule = run_rule
+        self._programs = Programs(geometry, config.kv_dtype)
         self._lock = threading.RLock()
         self._declared: Declaration | None = None
         self._prepared: Placement | None = None
         self._spoiled_by: str | None = None  # the verb that ran between prepare and commit
-        self._error: CacheError | None = None
 
     # -- What is held
 
@@ -93,6 +96,10 @@ class CellCache:
     def free_cells(self) -> int:
         with self._lock:
             return self._table.free_cells
+
+    def is_live(self, seq: int) -> bool:
+        with self._lock:
+            return self._table.is_live(seq)
 
     def pos(self, seq: int) -> int:
         """The next position `seq` would write; 0 when it is empty or not live (CELL-11)."""
@@ -162,23 +169,18 @@ class CellCache:
 
     # -- Programs
 
-    def bind_program(self, name: str, geometry: Geometry, kv_dtype: torch.dtype) -> None:
-        """Check that a program was made for this cache; if not, this and every later step is refused (POOL-3)."""
-        with self._lock:
-            try:
-                self._check_program(name, geometry, kv_dtype)
-            except InvalidProgram as error:
-                self._error = self._error or error
-                raise
+    def bind_program(self, name: str, geometry: Geometry | None, kv_dtype: torch.dtype) -> bool:
+        """Check that a program was made for this cache; if not, this and every later step is refused (POOL-3).
 
-    def _check_program(self, name: str, geometry: Geometry, kv_dtype: torch.dtype) -> None:
-        if kv_dtype != self.config.kv_dtype:
-            raise InvalidProgram(f"{name} stores K/V as {kv_dtype}, the cache as {self.config.kv_dtype}")
-        if len(geometry.layers) != len(self.geometry.layers):
-            raise InvalidProgram(f"{name} has {len(geometry.layers)} layers, the cache {len(self.geometry.layers)}")
-        for index, (theirs, ours) in enumerate(zip(geometry.layers, self.geometry.layers, strict=True)):
-            if theirs != ours:
-                raise InvalidProgram(f"layer {index} of {name} is {theirs}, the cache's is {ours}")
+        False for a part of the model that stores no K/V (`geometry` is None; an image encoder): it never steps a cache.
+        """
+        with self._lock:
+            return self._programs.bind(name, geometry, kv_dtype)
+
+    def release_program(self, name: str) -> None:
+        """Forget a program that will not run again. Idempotent."""
+        with self._lock:
+            self._programs.release(name)
 
     # -- A step
 
@@ -202,8 +204,7 @@ class CellCache:
         CacheMemoryError. Whatever is raised, table and declaration are as before and a retry may succeed.
         """
         with self._lock:
-            if self._error is not None:
-                raise self._error
+            self._programs.check_step()
             self._check_nothing_prepared()
             if not 1 <= width <= self.config.max_write:
                 raise InvalidStep(f"a {width}-row step is outside [1, {self.config.max_write}]")
@@ -279,7 +280,7 @@ class CellCache:
         _fill(host.table_row, placed.seq_ids, width)
         read_len = 0
         for reach, (start, count) in host.runs.items():
-            first, length = runs(reach, placed.positions)
+            first, length = self._run_rule(reach, placed)
             _fill(start, first, width)
             _fill(count, length, width)
             read_len = max(read_len, int(length.max()))
@@ -297,6 +298,15 @@ class CellCache:
             pages=uploads.pages,
             read_len=read_len,
             pool=self.pool,
+        )
+
+
+def check_config(config: CacheConfig) -> None:
+    """Refuse sizes and dtypes that no cache can have (BLD-2), before anything is built."""
+    check_storage(config)
+    if config.max_write > config.capacity_cells + 1:
+        raise InvalidConfig(
+            f"max_write is {config.max_write}: a step cannot be wider than the pool's {config.capacity_cells + 1} rows"
         )
 
 

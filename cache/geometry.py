@@ -9,8 +9,12 @@ CacheError
 ├── UnknownSequence      the id is not live
 ├── InvalidPosition      a rewind past what the sequence holds, or a clone of nothing
 ├── InvalidStep          the step protocol was broken (declare -> prepare -> commit or undo)
+├── SequencePoisoned     a step of the sequence ended in doubt; it waits for recovery
+├── Unsupported          this kind of cache has no such verb
 ├── CacheMemoryError     physical memory could not be had; everything is as it was, a retry may succeed
-└── InvalidProgram       the model's layers disagree with the geometry; remembered (sticky)
+├── InvalidProgram       the model's layers disagree with the geometry; remembered (sticky)
+├── UnknownKind          no builder for that kind of cache on that device
+└── InvalidBuilder       a builder that cannot be registered, or built nothing
 """
 
 from __future__ import annotations
@@ -49,12 +53,28 @@ class InvalidStep(CacheError):
     """The step protocol was broken."""
 
 
+class SequencePoisoned(CacheError):
+    """A step of the sequence ended in doubt; it waits for recovery."""
+
+
+class Unsupported(CacheError):
+    """This kind of cache has no such verb."""
+
+
 class CacheMemoryError(CacheError):
     """Physical memory could not be had; everything is as it was."""
 
 
 class InvalidProgram(CacheError):
     """The model's layers disagree with the geometry."""
+
+
+class UnknownKind(CacheError):
+    """No builder for that kind of cache on that device."""
+
+
+class InvalidBuilder(CacheError):
+    """A builder that cannot be registered, or built nothing."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
