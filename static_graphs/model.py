@@ -6,7 +6,6 @@ binds its attention and proves the binding on a few tokens (binding.py), or refu
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from cache.geometry import Geometry
 from cache.step import CellStep
 from static_graphs.binding import bind
+from static_graphs.head import body_path, head_of
 from static_graphs.load_errors import ModelLoadError, UnsupportedModel
 from static_graphs.loading import (
     LoadFormat,
@@ -123,13 +123,14 @@ def _bound(module: Any, source: Source | None, max_model_len: int | None) -> Loa
     length = _max_model_len(config, max_model_len)
     device = next(module.parameters()).device
     try:
-        body_name = _body_name(module)
+        path = body_path(module, device)
+        body = module.get_submodule(path)
         fix_frequencies(module, length)
-        geometry, output = bind(module, getattr(module, body_name), device)
+        geometry, output = bind(module, body, device)
         model = LoadedModel(
             module=module,
-            body=getattr(module, body_name),
-            head=_head_of(module, body_name, type(output)),
+            body=body,
+            head=head_of(module, path, type(output)),
             geometry=geometry,
             device=device,
             dtype=output.last_hidden_state.dtype,
@@ -143,32 +144,6 @@ def _bound(module: Any, source: Source | None, max_model_len: int | None) -> Loa
     except UnsupportedModel as refusal:
         raise UnsupportedModel(f"{architecture} cannot be served: {refusal}") from refusal
     return model
-
-
-class _GivenHidden(torch.nn.Module):
-    """Stands where the body stood: hands on the hidden rows it is given, as the body's own kind of output."""
-
-    def __init__(self, output: type[Any]) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
-        return self.output(last_hidden_state=inputs_embeds)
-
-
-def _body_name(module: Any) -> str:
-    """The child that is the model without its head. transformers names it in `base_model_prefix`, mostly."""
-    for name in (module.base_model_prefix, "model", "transformer"):
-        if name and isinstance(getattr(module, name, None), torch.nn.Module):
-            return str(name)
-    raise UnsupportedModel("it has no body apart from its head")
-
-
-def _head_of(module: Any, body_name: str, output: type[Any]) -> torch.nn.Module:
-    """`module` with its body replaced, so that whatever its forward does to logits is done, by its own code."""
-    head: torch.nn.Module = copy.copy(module)
-    head._modules = {**module._modules, body_name: _GivenHidden(output)}
-    return head
 
 
 def _dtype(name: torch.dtype | str) -> torch.dtype | None:

@@ -8,6 +8,7 @@ from the axis) shows here, and so does anything that the head does beyond the hi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,49 +22,56 @@ from static_graphs.load_errors import UnsupportedModel
 if TYPE_CHECKING:
     from static_graphs.model import LoadedModel
 
-_LENGTHS = (9, 6)
+# Tokens of each of two sequences in each step.
 _PIECES = ((4, 2), (1, 1), (4, 3))
-"""Tokens of each sequence in each step."""
 _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
 def prove(model: LoadedModel) -> None:
     """Raise UnsupportedModel where the packed forward is not the model's own. Leaves the model set to serve."""
-    sequences = [[(17 * i + 5 * s) % (model.vocab_size - 3) + 3 for i in range(n)] for s, n in enumerate(_LENGTHS)]
     try:
-        with torch.inference_mode():
-            packed = _packed(model, sequences)
-            expected = _eager(model, sequences)
+        errors = row_errors(model, _PIECES)
     except UnsupportedModel:
         raise
     except Exception as error:  # a model's own code on input it was not written for
         raise UnsupportedModel(f"a packed step fails: {type(error).__name__}: {error}") from error
-    scale = expected.abs().amax()
-    errors = (packed - expected).abs().amax(dim=1) / scale  # [rows]
     # Rounding to 16 bits may turn a single row (an expert chosen by a hair); a fault turns them all.
     worst = float(errors.max() if model.dtype == torch.float32 else errors.median())
     limit = _TOLERANCE if model.dtype == torch.float32 else _LOW_PRECISION_TOLERANCE
     if not worst <= limit:
         raise UnsupportedModel(
-            f"its rows depend on more than their own sequence's cells: "
+            f"its rows depend on more than their own sequence's cells and positions: "
             f"packed and eager logits differ by {worst:.2g} of their size, at most {limit:.2g} is rounding"
         )
 
 
-def _packed(model: LoadedModel, sequences: list[list[int]]) -> torch.Tensor:
+def row_errors(model: LoadedModel, pieces: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """[rows] f32: how far each row's packed logits lie from its eager ones, as a share of the largest logit.
+
+    pieces: for each step, how many tokens of each sequence it holds.
+    """
+    lengths = [sum(counts) for counts in zip(*pieces, strict=True)]
+    sequences = [[(17 * i + 5 * s) % (model.vocab_size - 3) + 3 for i in range(n)] for s, n in enumerate(lengths)]
+    with torch.inference_mode():
+        packed = _packed(model, sequences, pieces)
+        expected = _eager(model, sequences)
+    return (packed - expected).abs().amax(dim=1) / expected.abs().amax()
+
+
+def _packed(model: LoadedModel, sequences: list[list[int]], pieces: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """[rows, V] f32, sequence by sequence."""
-    width = max(sum(pieces) for pieces in _PIECES) + 1
-    cells = sum(_LENGTHS) + len(_PIECES)
+    width = max(sum(counts) for counts in pieces) + 1
+    cells = sum(len(tokens) for tokens in sequences) + len(pieces)
     config = CacheConfig(cells, width, model.dtype, initial_cells=cells, max_sequences=len(sequences) + 1)
     cache = CellCache(model.geometry, config, model.device)
     ids = [cache.seq_new() for _ in sequences]
     neighbour = cache.seq_new()
     done = [0] * len(sequences)
     found: list[list[torch.Tensor]] = [[] for _ in sequences]
-    for pieces in _PIECES:
+    for counts in pieces:
         rows: list[tuple[int, int, int]] = [(neighbour, 3, model.max_model_len - 1)]  # (sequence, token, position)
-        for s, count in enumerate(pieces):
+        for s, count in enumerate(counts):
             rows += [(ids[s], sequences[s][p], p) for p in range(done[s], done[s] + count)]
         cache.declare_step(np.array([row[0] for row in rows], dtype=np.int32))
         step = cache.prepare_step(len(rows))
@@ -72,20 +80,24 @@ def _packed(model: LoadedModel, sequences: list[list[int]]) -> torch.Tensor:
         logits = model.logits(model.hidden(tokens, positions, step)).float()
         cache.commit_step()
         at = 1
-        for s, count in enumerate(pieces):
+        for s, count in enumerate(counts):
             found[s].append(logits[at : at + count])
             at, done[s] = at + count, done[s] + count
-    return torch.cat([piece for pieces in found for piece in pieces])
+    return torch.cat([piece for sequence in found for piece in sequence])
 
 
 def _eager(model: LoadedModel, sequences: list[list[int]]) -> torch.Tensor:
-    """[rows, V] f32 of each sequence alone, by the module's whole forward."""
+    """[rows, V] f32 of each sequence alone, by the module's whole forward and with positions that it numbers itself."""
     use_attention(model.module, "eager")
     try:
-        alone = [
-            model.module(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
-            for tokens in sequences
-        ]
+        alone = []
+        for tokens in sequences:
+            ids = torch.tensor([tokens], device=model.device)
+            alone.append(model.module(input_ids=ids, use_cache=False).logits[0])
+        numbered = torch.arange(len(sequences[-1]), device=model.device)[None]
+        again = model.module(input_ids=ids, position_ids=numbered, use_cache=False).logits[0]
     finally:
         use_attention(model.module, CELLS)
+    if not torch.allclose(alone[-1], again, atol=1e-3 * float(again.abs().max())):
+        raise UnsupportedModel("it does not number a sequence's positions from 0")
     return torch.cat(alone).float()

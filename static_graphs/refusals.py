@@ -7,6 +7,7 @@ from typing import Any
 from static_graphs.load_errors import UnsupportedModel
 
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+_KINDS_OF_LAYERS = ("layer_types", "layers_block_type")
 
 
 def refuse_by_config(config: Any) -> None:
@@ -22,7 +23,7 @@ def _reason(config: Any) -> str | None:
     text = config.get_text_config()
     if text is not config:
         return "it is multimodal, and only a model of text alone is served"
-    kinds = set(getattr(config, "layer_types", None) or []) - ATTENTION_KINDS
+    kinds = {kind for name in _KINDS_OF_LAYERS for kind in getattr(config, name, None) or []} - ATTENTION_KINDS
     if kinds:
         return f"it has {', '.join(sorted(kinds))} layers, and what they keep of a sequence is no K/V cell"
     if getattr(config, "is_decoder", True) is False:
