@@ -44,5 +44,7 @@ class CellStep:
     pages: torch.Tensor  # [num_pages, page_cells] i32 pool rows, in position order of their sequence
     read_len: int  # longest count of any row and reach
     pool: Pool
+    rings: Mapping[Reach, CellStep] = field(default_factory=dict, compare=False, repr=False)
+    """The same step as the layers of these reaches read it, where they store a ring instead of every position."""
     plans: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
     """What an attention path derived from this step, per reach: the first layer pays, the others reuse it."""

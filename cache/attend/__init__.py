@@ -39,6 +39,7 @@ def attend(
     """
     if not 0 <= layer < len(step.pool.keys):
         raise InvalidProgram(f"layer {layer} owns no K/V: the pool has {len(step.pool.keys)} layers")
+    step = step.rings.get(reach, step)
     keys, values = step.pool.keys[layer], step.pool.values[layer]
     _check_shapes(query, key, value, layer, step, keys, values)
     if reach not in step.runs:
