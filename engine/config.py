@@ -12,7 +12,9 @@ from engine.errors import ConfigError, RequestTooLarge, RequestTooLong
 from engine.types import EngineInfo, GenerateRequest
 
 DEFAULT_MODEL = "default"
-"""Given as the model, it stands for the small model that engine/build.py names."""
+"""Given as the model, it stands for the small model that engine/build.py finds."""
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+"""What that model is served as."""
 
 LoadFormat = Literal["auto", "dummy"]
 

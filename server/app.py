@@ -18,7 +18,7 @@ from engine.types import EngineInfo
 from server import chat, completions, errors, models, probes
 from server.admission import Admission
 from server.errors import ApiError
-from server.guards import BodyLimit, KeyGuard, OriginGuard, PhaseGuard, Trace
+from server.guards import BodyLimit, KeyGuard, MediaType, OriginGuard, PhaseGuard, Trace
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from server.serving import Serving
@@ -72,7 +72,6 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        strict_content_type=False,
         lifespan=lifespan,
         middleware=[
             Middleware(Trace, metrics=metrics, has_access_log=settings.access_log),
@@ -80,6 +79,7 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
             *_cors(settings),
             Middleware(KeyGuard, keys=settings.keys()),
             Middleware(PhaseGuard, refusal=lifecycle.refusal, metrics=metrics),
+            Middleware(MediaType),
             Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
         ],
         exception_handlers={

@@ -7,6 +7,7 @@ From the outside in:
     (CORS)         Starlette's, only when --cors-origin names somebody; answers preflights, which bring no key
     KeyGuard       deny by default
     PhaseGuard     503 while the engine loads, drains or is down
+    MediaType      415 for a body that says it is not JSON
     BodyLimit      413 before a long body is read
 
 Knows neither models nor JSON fields. A guard refuses by sending an `ApiError`; it never lets an exception out of here.
@@ -199,6 +200,27 @@ class PhaseGuard:
                 self._metrics.rejected(refusal.code)
                 await refusal.response()(scope, receive, send)
                 return
+        await self._app(scope, receive, send)
+
+
+class MediaType:
+    """Every body is JSON: what claims to be something else gets 415, what claims nothing is taken at its bytes.
+
+    A form's type counts as no claim: `curl -d` sends it unasked. Pages that could abuse that stop at OriginGuard.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            headers = MutableHeaders(scope=scope)
+            claimed = headers.get("content-type", "").partition(";")[0].strip().lower()
+            is_json = claimed == "application/json" or claimed.endswith("+json")
+            if not is_json and claimed not in ("", "application/x-www-form-urlencoded"):
+                await errors.unsupported_media_type(claimed).response()(scope, receive, send)
+                return
+            headers["content-type"] = "application/json"
         await self._app(scope, receive, send)
 
 

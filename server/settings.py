@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from engine.config import DEFAULT_MODEL, EngineConfig, LoadFormat
+from engine.config import DEFAULT_MODEL, DEFAULT_MODEL_NAME, EngineConfig, LoadFormat
 from engine.errors import ConfigError
 
 ENV_PREFIX = "CELLSERVE_"
@@ -191,7 +191,7 @@ class Settings(BaseSettings):
 
     def names(self) -> tuple[str, ...]:
         """What clients may call the model; never empty."""
-        return self.served_model_name or (self.model,)
+        return self.served_model_name or (DEFAULT_MODEL_NAME if self.model == DEFAULT_MODEL else self.model,)
 
     def keys(self) -> tuple[str, ...]:
         """Keys of the options and of the file, which is read now. Raises ConfigError."""

@@ -118,6 +118,20 @@ def test_bytes_that_are_no_http_get_the_usual_error(open_server: LiveServer) -> 
 # Bodies.
 
 
+@pytest.mark.parametrize(
+    "claimed", [None, "application/json; charset=utf-8", "application/vnd.x+json", "application/x-www-form-urlencoded"]
+)
+def test_a_body_is_json_whatever_curl_says_of_it(open_server: LiveServer, claimed: str | None) -> None:
+    headers = {} if claimed is None else {"Content-Type": claimed}
+    assert open_server.http.post("/parsed", content=b'{"a": 1}', headers=headers).json() == {"a": 1}
+
+
+def test_a_body_that_says_it_is_no_json_is_refused(open_server: LiveServer) -> None:
+    answer = open_server.http.post("/parsed", content=b"<a/>", headers={"Content-Type": "text/xml"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert "text/xml" in answer.json()["error"]["message"]
+
+
 def test_a_body_at_the_limit_passes(open_server: LiveServer) -> None:
     assert open_server.http.post("/echo", content=b"x" * LIMIT).json() == {"length": LIMIT}
 
