@@ -31,6 +31,7 @@ from static_graphs.forwards import Forwards
 from static_graphs.loading import default_model, export_tokenizer
 from static_graphs.methods import method_table
 from static_graphs.model import ModelLoadError, load_model
+from static_graphs.pack import pack_linears
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, done, of)."""
@@ -58,6 +59,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
             max_model_len=config.max_model_len,
             seed=config.seed,
         )
+        if not config.enforce_eager:
+            pack_linears(model)
         tokenizer_dir, num_token_ids = _export_tokenizer(name)
     except ModelLoadError as error:
         raise ModelError(str(error)) from error

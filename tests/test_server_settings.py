@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.config import DEFAULT_MODEL_NAME, EngineConfig
 from engine.errors import ConfigError
 from server import settings
 from server.settings import Settings, load
@@ -65,7 +65,7 @@ def test_lists_come_by_comma_or_one_by_one(flag: list[str], environment: str, mo
 
 
 def test_names_default_to_the_model() -> None:
-    assert load().settings.names() == (DEFAULT_MODEL,)
+    assert load().settings.names() == (DEFAULT_MODEL_NAME,)
     assert load({"model": "acme/tiny"}).settings.names() == ("acme/tiny",)
     assert load({"served_model_name": ["a", "b"]}).settings.names() == ("a", "b")
 
