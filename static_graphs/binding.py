@@ -48,9 +48,14 @@ class BoundLayer:
 
 @dataclass(frozen=True, slots=True)
 class TracedMask:
-    """Stands for a mask [1, 1, W, W] in the trace. A model may slice it, if that leaves it whole."""
+    """Stands for a mask [1, 1, W, W] in the trace. A model may slice it, if that leaves it whole.
 
-    reach: Reach
+    Some models make masks that no layer of theirs uses, so a mask that is none of ours is refused where it is used.
+    """
+
+    reach: Reach | None
+    """None: it is no mask that cells can give; `kind` says what it is."""
+    kind: str
     length: int
 
     def __getitem__(self, index: object) -> TracedMask:
@@ -199,8 +204,10 @@ def _trace_attention(
         kind = "no mask" if attention_mask is None else "a mask of its own making"
         raise UnsupportedModel(f"{name} attends under {kind}: what its rows may see cannot be read off")
     reach = attention_mask.reach
+    if reach is None:
+        raise UnsupportedModel(f"{name} attends under {attention_mask.kind}")
     if sliding_window is not None and reach != Reach("window", sliding_window):
-        raise UnsupportedModel(f"{name} asks for a window of {sliding_window}, but its mask is {_words(reach)}")
+        raise UnsupportedModel(f"{name} asks for a window of {sliding_window}, but its mask is {attention_mask.kind}")
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModel(f"{name} attends to {key.shape[2]} keys in a step of {query.shape[2]} tokens")
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
@@ -224,18 +231,18 @@ def _trace_mask(
 ) -> TracedMask:
     """The reach whose mask `mask_function` is: tried around every place where masks of that size could differ."""
     if attention_mask is not None:
-        raise UnsupportedModel("the model makes an attention mask of its own")
+        return TracedMask(None, "a mask of its own making", q_length)
     candidates = [Reach()]
     if local_size is not None:
-        candidates = [Reach("window", local_size), Reach("chunk", local_size)]
+        candidates = [Reach("window", local_size), Reach("chunk", local_size)] if local_size > 0 else []
     for reach in candidates:
         query, key = _corners(reach)
         query, key = query.to(device), key.to(device)
         zero = torch.zeros_like(query)
         if torch.equal(mask_function(zero, zero, query, key), _sees(reach, query, key)):
-            return TracedMask(reach, q_length)
+            return TracedMask(reach, _words(reach), q_length)
     size = "" if local_size is None else f" of size {local_size}"
-    raise UnsupportedModel(f"an attention mask{size} is neither causal nor a causal window or chunk")
+    return TracedMask(None, f"a mask{size} that is neither causal nor a causal window or chunk", q_length)
 
 
 def _corners(reach: Reach) -> tuple[torch.Tensor, torch.Tensor]:

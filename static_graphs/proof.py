@@ -65,6 +65,15 @@ def _packed(model: LoadedModel, sequences: list[list[int]], pieces: Sequence[tup
     cells = sum(len(tokens) for tokens in sequences) + len(pieces)
     config = CacheConfig(cells, width, model.dtype, initial_cells=cells, max_sequences=len(sequences) + 1)
     cache = CellCache(model.geometry, config, model.device)
+    try:
+        return _run(model, cache, sequences, pieces)
+    finally:
+        cache.close()
+
+
+def _run(
+    model: LoadedModel, cache: CellCache, sequences: list[list[int]], pieces: Sequence[tuple[int, ...]]
+) -> torch.Tensor:
     ids = [cache.seq_new() for _ in sequences]
     neighbour = cache.seq_new()
     done = [0] * len(sequences)

@@ -26,6 +26,4 @@ def _reason(config: Any) -> str | None:
     kinds = {kind for name in _KINDS_OF_LAYERS for kind in getattr(config, name, None) or []} - ATTENTION_KINDS
     if kinds:
         return f"it has {', '.join(sorted(kinds))} layers, and what they keep of a sequence is no K/V cell"
-    if getattr(config, "is_decoder", True) is False:
-        return "its config says is_decoder false: it is bidirectional"
     return None

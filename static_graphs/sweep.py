@@ -21,8 +21,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cache.geometry import Geometry
-from static_graphs.load_errors import ModelLoadError
-from static_graphs.model import model_from_config
+from static_graphs.load_errors import ModelLoadError, UnsupportedModel
+from static_graphs.model import LoadedModel, model_from_config
 from static_graphs.proof import row_errors
 from static_graphs.tiny_config import tiny_config
 
@@ -62,7 +62,7 @@ def try_type(model_type: str) -> Outcome:
     """Build, bind and compare one type."""
     architecture = _class_of(model_type).__name__
     try:
-        model = model_from_config(tiny_config(model_type))
+        model = _tiny_model(model_type)
         worst = float(row_errors(model, _PIECES).max())
     except ModelLoadError as refusal:
         reason = str(refusal).partition(" cannot be served: ")[2] or str(refusal)
@@ -71,6 +71,17 @@ def try_type(model_type: str) -> Outcome:
         return Outcome(model_type, architecture, "failed", f"{type(error).__name__}: {error}")
     verdict = "equal" if worst <= _TOLERANCE else "different"
     return Outcome(model_type, architecture, verdict, _stored(model.geometry))
+
+
+def _tiny_model(model_type: str) -> LoadedModel:
+    config = tiny_config(model_type)
+    try:
+        return model_from_config(config)
+    except UnsupportedModel:
+        if getattr(config, "is_decoder", None) is not False:
+            raise
+        # BERT and its kin are causal only when told so; GPT-NeoX is, whatever this says.
+        return model_from_config(tiny_config(model_type, is_decoder=True))
 
 
 def _try_apart(model_type: str) -> Outcome:

@@ -34,7 +34,6 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "is_decoder": True,
     # Latent attention: keys of 8 + 4, values of 6.
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
@@ -69,15 +68,13 @@ _PER_TYPE: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, **changes: Any) -> Any:
     """A config of `model_type` with 4 layers of every kind it mixes, windows of 5 and chunks of 6.
 
     Raises UnsupportedModel where the class's own default is refused: what it mixes need not be built then.
     """
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
-    if hasattr(default, "is_decoder"):
-        default.is_decoder = True  # what BERT and its kin need to be causal
     refuse_by_config(default)
     written = default.to_dict()
     given = {
@@ -95,4 +92,4 @@ def tiny_config(model_type: str) -> Any:
         # Latent attention: one key and value a head, and head_dim is the rotary part where it is not derived.
         given.update({"num_key_value_heads": 4} if "num_key_value_heads" in given else {})
         given.pop("head_dim", None)
-    return config_class(**{**given, **_PER_TYPE.get(model_type, {})})
+    return config_class(**{**given, **_PER_TYPE.get(model_type, {}), **changes})

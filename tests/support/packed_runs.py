@@ -1,53 +1,62 @@
-"""Packed steps over shuffled cells, driven by hand: which rows a step holds is the caller's, positions are derived."""
+"""Packed steps over scattered cells: the caller says which rows a step holds, positions are derived."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from cache.geometry import Geometry
+from cache.cell_cache import CellCache
+from cache.geometry import CacheConfig
 from cache.step import CellStep
 from static_graphs.model import LoadedModel
-from support.steps import build_step, plain_pool
 
 
-class ShuffledCells:
-    """A pool whose cells are handed out in random order, and each live sequence's cells."""
+class PackedRun:
+    """A cache full of holes and of NaN, so that no sequence's cells lie together and no stray read stays unseen."""
 
-    def __init__(self, geometry: Geometry, num_cells: int, shuffle: random.Random) -> None:
-        self.pool = plain_pool(num_cells, kv_heads=1, k_dim=1)
-        self.pool.keys[:] = [
-            torch.full((num_cells + 1, la.num_kv_heads, la.k_dim), torch.nan) for la in geometry.layers
-        ]
-        self.pool.values[:] = [
-            torch.full((num_cells + 1, la.num_kv_heads, la.v_dim), torch.nan) for la in geometry.layers
-        ]
-        self.geometry = geometry
-        self.free = list(range(num_cells))
-        shuffle.shuffle(self.free)
-        self.sequences: list[list[int]] = []
+    def __init__(self, model: LoadedModel, seed: int, *, capacity: int = 256, max_width: int = 64) -> None:
+        self.model = model
+        self.random = random.Random(seed)
+        config = CacheConfig(capacity, max_width, model.dtype, initial_cells=capacity, max_sequences=16)
+        self.cache = CellCache(model.geometry, config, model.device)
+        for side in (self.cache.pool.keys, self.cache.pool.values):
+            for layer in side:
+                layer.fill_(torch.nan)
+        decoys = [self.cache.seq_new() for _ in range(4)]
+        for _ in range(2):
+            self.cache.declare_step(np.array([self.random.choice(decoys) for _ in range(max_width)], dtype=np.int32))
+            self.cache.prepare_step(max_width)
+            self.cache.commit_step()
+        for decoy in decoys[1:]:
+            self.cache.seq_rm(decoy)
 
     def open(self) -> int:
-        self.sequences.append([])
-        return len(self.sequences) - 1
+        return self.cache.seq_new()
 
-    def step(self, rows: Sequence[int], width: int | None = None) -> tuple[CellStep, list[int]]:
-        """Claim a cell for each row (its sequence); the step and each row's position."""
-        placed = []
-        for sequence in rows:
-            self.sequences[sequence].append(self.free.pop())
-            placed.append((sequence, len(self.sequences[sequence]) - 1))
-        step = build_step(self.pool, self.sequences, placed, reaches=self.geometry.reaches, width=width)
-        return step, [position for _, position in placed]
+    def close(self, sequence: int) -> None:
+        self.cache.seq_rm(sequence)
 
+    @torch.inference_mode()
+    def step(self, rows: Sequence[tuple[int, int]], width: int | None = None) -> torch.Tensor:
+        """rows: (sequence, token) in packed order -> logits [len(rows), V]. Rows past them, up to `width`, pad."""
+        width = len(rows) if width is None else width
+        self.cache.declare_step(np.array([sequence for sequence, _ in rows], dtype=np.int32))
+        next_position = {sequence: self.cache.pos(sequence) for sequence, _ in rows}
+        positions = []
+        for sequence, _ in rows:
+            positions.append(next_position[sequence])
+            next_position[sequence] += 1
+        step = self.cache.prepare_step(width)
+        padding = width - len(rows)
+        tokens = torch.tensor([token for _, token in rows] + [rows[-1][1]] * padding)
+        placed = torch.tensor(self.placed(positions, step) + [positions[-1]] * padding)
+        logits = self.model.logits(self.model.hidden(tokens, placed, step)[: len(rows)])
+        self.cache.commit_step()
+        return logits
 
-@torch.inference_mode()
-def run_packed(model: LoadedModel, cells: ShuffledCells, rows: Sequence[tuple[int, int]], width: int) -> torch.Tensor:
-    """rows: (sequence, token) in packed order -> logits [len(rows), V]. Rows past them up to `width` are padding."""
-    step, positions = cells.step([sequence for sequence, _ in rows], width)
-    padding = width - len(rows)
-    tokens = torch.tensor([token for _, token in rows] + [rows[-1][1]] * padding)
-    hidden = model.hidden(tokens, torch.tensor(positions + [positions[-1]] * padding), step)
-    return model.logits(hidden[: len(rows)])
+    def placed(self, positions: list[int], step: CellStep) -> list[int]:
+        """The positions that the rows are told; a test of the tests overrides it to do harm."""
+        return positions
