@@ -27,6 +27,8 @@ from cache.geometry import (
 from cache.sequence_cache import SequenceCache
 from cache.step import CellStep
 from cache.upload import HostUploads
+from static_graphs.model import model_from_config
+from support.tiny_models import tiny
 
 CPU = torch.device("cpu")
 ALL, WINDOW, CHUNK = Reach(), Reach("window", 4), Reach("chunk", 5)
@@ -594,3 +596,36 @@ def test_pool_3_a_program_for_other_layers_is_refused_at_every_step():
 def test_bld_1_sizes_that_cannot_be_are_refused_before_anything_is_built(config, reason):
     with pytest.raises(InvalidConfig, match=reason):
         SequenceCache(MIXED, config, CPU)
+
+
+# -- Whole models
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "gpt_oss", "llama4_text"])
+def test_a_model_of_windows_or_chunks_runs_on_rings_as_it_runs_on_cells(model_type):
+    model = model_from_config(tiny(model_type), seed=3)
+    config = CacheConfig(80, max_write=7, kv_dtype=torch.float32)
+    rings, cells = SequenceCache(model.geometry, config, CPU), CellCache(model.geometry, config, CPU)
+    assert min(each.shape[0] for each in rings.pool.keys) < 20
+    tokens = torch.randint(3, 60, (80,), generator=torch.Generator().manual_seed(0))
+
+    def run(cache: CellCache, count: int, width: int) -> torch.Tensor:
+        first = cache.pos(0)
+        cache.declare_step([0] * count)
+        step = cache.prepare_step(width)
+        padding = (0, width - count)
+        inputs = torch.nn.functional.pad(tokens[first : first + count], padding)
+        positions = torch.nn.functional.pad(torch.arange(first, first + count), padding)
+        with torch.inference_mode():
+            logits = model.logits(model.hidden(inputs, positions, step))
+        cache.commit_step()
+        return logits[:count]
+
+    for cache in (rings, cells):
+        cache.seq_new()
+    for count in (7, 7, 1, 1, 5, 7, 7, 3, 7, 1):
+        torch.testing.assert_close(run(rings, count, 7), run(cells, count, 7), atol=1e-4, rtol=1e-4)
+    for cache in (rings, cells):
+        cache.rewind(0, max(rings.rewind_floor, 40))
+    for count in (1, 6, 7):
+        torch.testing.assert_close(run(rings, count, count), run(cells, count, count), atol=1e-4, rtol=1e-4)
