@@ -14,7 +14,8 @@ Owns the step's protocol and who is in doubt; cells are those of a `CellCache` t
 
 A step that ended in doubt (its forward failed, or its end could not be recorded) poisons its owners alone, and
 `recover` gives them back the context they had before it. Nothing here waits for the device in a step that goes well:
-what a later step overwrites is ordered behind the earlier one by stream and event.
+what a later step overwrites is ordered behind the earlier one by stream and event. Only where no event stands behind a
+failed forward does the host wait, once, before the next step: the stray forward may still read the step's tensors.
 
 Every call may come from any thread, though a step's calls belong to one.
 """
@@ -215,9 +216,13 @@ class DraftCache:
     def prepare_step(self, width: int) -> DraftStep:
         """Claim the rows' cells and write the step where the forward reads it; see `CellCache.prepare_step`.
 
-        Whatever is raised, nothing has changed and no owner is in doubt: a failed upload takes its cells back.
+        Waits for the device if an unordered step failed before it. Whatever is raised, nothing has changed and no
+        other owner is in doubt: a failed upload takes its cells back.
         """
         with self._lock:
+            self._check_nothing_pending()
+            if self._declared is not None:
+                self._order_strays()
             cells = self._cells.prepare_step(width)
             declared, self._declared = self._declared, None
             assert declared is not None, "the cells had a declaration"
@@ -269,10 +274,8 @@ class DraftCache:
         """
         with self._lock:
             self._check_nothing_pending()
-            if self._unordered:
-                self._fence()
+            self._order_strays()
             recovered = tuple(sorted(self.poisoned))
-            self._unordered.clear()
             self._settle(dict(self._poisoned))
             return recovered
 
@@ -326,6 +329,13 @@ class DraftCache:
         if is_ordered:
             self._unordered.difference_update(pending.bases)
         return pending
+
+    def _order_strays(self) -> None:
+        """Wait until no forward of an unordered step can be running."""
+        if self._unordered:
+            self._fence()
+            self._unordered.clear()
+            self._remove_leaving()
 
     def _settle(self, lengths: Mapping[int, int]) -> None:
         """These owners hold so many context rows, and no doubt is left about them."""
