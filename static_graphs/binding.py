@@ -129,6 +129,15 @@ def bind(module: torch.nn.Module, body: torch.nn.Module, device: torch.device) -
     return Geometry(tuple(layers)), output
 
 
+def use_experts(module: Any) -> None:
+    """Run a mixture's experts as grouped products, which a CUDA graph can hold; the plain loop over them waits for it.
+
+    On CPU the two take the same time. A model without the choice keeps its loop.
+    """
+    if module._can_set_experts_implementation():
+        module.set_experts_implementation("grouped_mm")
+
+
 def use_attention(module: torch.nn.Module, name: str) -> None:
     """Choose the attention of `module` and all its parts. transformers keeps the choice on the config objects."""
     for part in module.modules():

@@ -14,7 +14,7 @@ import torch
 
 from cache.geometry import Geometry
 from cache.step import CellStep
-from static_graphs.binding import bind
+from static_graphs.binding import bind, use_experts
 from static_graphs.head import body_path, head_of
 from static_graphs.load_errors import ModelLoadError, UnsupportedModel
 from static_graphs.loading import (
@@ -126,6 +126,7 @@ def _bound(module: Any, source: Source | None, max_model_len: int | None) -> Loa
         path = body_path(module, device)
         body = module.get_submodule(path)
         fix_frequencies(module, length)
+        use_experts(module)
         geometry, output = bind(module, body, device)
         model = LoadedModel(
             module=module,

