@@ -9,32 +9,23 @@ import atexit
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import torch
 
-from cache.cell_cache import CellCache
-from cache.geometry import CacheConfig, Geometry
-from cache.step import CellStep
-from engine.cell_executor import CellExecutor
+from cache.geometry import Geometry
 from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.create import Progress, create_executor
 from engine.errors import ConfigError, ModelError
+from engine.executor_options import ExecutorOptions
 from engine.loop import EngineLoop
-from engine.sampling import Sampler
 from engine.scheduler import SchedulerLimits
 from engine.types import EngineInfo, GenerationDefaults
-from static_graphs.capture import CapturedForwards
-from static_graphs.forwards import Forwards
 from static_graphs.loading import default_model, export_tokenizer
-from static_graphs.methods import method_table
 from static_graphs.model import ModelLoadError, load_model
 from static_graphs.pack import pack_linears
-
-Progress = Callable[[str, int, int], None]
-"""(what is being done, done, of)."""
 
 CPU_WIDTHS = (1, 2, 4, 8, 16)
 """Padding is free where a step waits for weights; wider steps run at their exact size."""
@@ -71,28 +62,17 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
     widths = config.widths or (CUDA_WIDTHS if is_cuda else CPU_WIDTHS)
     limits = _limits(config, widths, CUDA_PREFILL if is_cuda else CPU_PREFILL)
     widest = min(max(limits.prefill_budget, limits.mixed_budget), kv_cells)  # no step has more tokens than cells
-    methods = method_table([width for width in widths if width < widest], widest)
-    progress("allocating the K/V pool", 0, 1)
-    cache = CellCache(
-        model.geometry,
-        CacheConfig(capacity_cells=kv_cells, max_write=widest, kv_dtype=kv_dtype, max_sequences=config.max_num_seqs),
-        device,
-    )
-    forwards: Forwards
-    if is_cuda and not config.enforce_eager:
-        forwards = captured = CapturedForwards(model, methods, device)
-        captured.capture(lambda width: _rehearsal(cache, width), progress)
-    else:
-        forwards = Forwards(model, methods)
-    executor = CellExecutor(
-        forwards,
-        cache,
-        Sampler(model.vocab_size, device, config.max_num_seqs),
+    options = ExecutorOptions(
+        capacity_cells=kv_cells,
+        widths=tuple(width for width in widths if width < widest) or (1,),
+        max_dynamic=widest,
         max_sessions=config.max_num_seqs,
         max_session_tokens=max_model_len,
-        device=device,
-        overlaps=is_cuda,
+        reserves_cells=False,  # the loop preempts when cells run out (D10)
+        max_sequences=config.max_num_seqs,
+        captures_static_methods=not config.enforce_eager,
     )
+    executor = create_executor(model, options, progress)
     info = EngineInfo(
         model=name,
         architecture=model.architecture,
@@ -103,7 +83,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         kv_cells=kv_cells,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
-        widths=tuple(method.max_tokens for method in methods if method.is_static),
+        widths=options.widths,
         eos_token_ids=model.eos_token_ids,
         tokenizer_dir=tokenizer_dir,
         defaults=_defaults(model.defaults),
@@ -123,20 +103,6 @@ def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, i
         mixed_budget=max(widths[-1], config.max_num_seqs + chunk),
         prefill_chunk=chunk,
     )
-
-
-@contextmanager
-def _rehearsal(cache: CellCache, width: int) -> Iterator[CellStep]:
-    """A step of one token and padding at the addresses that serving uses; it leaves no trace."""
-    sequence = cache.seq_new()
-    try:
-        cache.declare_step([sequence])
-        try:
-            yield cache.prepare_step(width)
-        finally:
-            cache.undo_step()
-    finally:
-        cache.seq_rm(sequence)
 
 
 def _device(name: str) -> torch.device:

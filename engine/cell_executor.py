@@ -2,11 +2,12 @@
 
 Owns the sessions' sequences, the table of last tokens and nothing else: cells are the cache's, draws the sampler's.
 Engine thread only. A step is checked whole before anything changes; a forward that fails gives its cells back, and
-slices that ran before it stay, which is why the loop ends every session of a failed batch (EXE-18).
+slices that ran before it stay, which is why the sessions of a failed step never run again (EXE-18).
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,22 +15,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cache.cell_cache import CellCache
+from cache.cell_cache import CacheMetrics, CellCache
 from cache.geometry import CacheFull
-from engine.errors import SessionsExhausted, StepFailed
-from engine.packing import PackedStep, Slot, pack
+from engine.errors import SessionRefused, SessionsExhausted, StepFailed
+from engine.packing import PackedStep, PackLimits, Slot, pack, select_rows
+from engine.raw_steps import Consume, RawStep, RawSteps
 from engine.sampling import Sampled, Sampler
-from engine.types import Batch, ChunkOutput, SamplingParams, StepOutput, TokenLogprobs
-from static_graphs.forwards import Forwards
+from engine.slices import run_slice
+from engine.types import Batch, Chunk, ChunkOutput, SamplingParams, StepOutput, TokenLogprobs
+from static_graphs.additional import AdditionalMethods
+from static_graphs.forwards import Forwards, Model
 from static_graphs.methods import plan_slices
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenSession:
     """A session's sequence id, which is its sampling slot too, and its policy."""
 
     sequence: int
     params: SamplingParams
+    is_poisoned: bool = False
+    """A step that it was in failed: what it holds is in doubt, and it can only be closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +53,22 @@ class CellInFlight:
     batch: Batch
     parts: tuple[SlicePart, ...]
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # by chunk
+    refusals: dict[int, str]  # by session: it alone did not run
 
 
 class CellExecutor:
-    """Runs batches on one model and one cell cache. The executor spec's EXE-*, SES-*, with DESIGN D7 and D8."""
+    """Runs batches on one model and one cell cache. The executor spec's EXE-*, SES-*, RAW-*, with DESIGN D7 and D8.
+
+    engine/create.py makes one. All methods are one model, so its weights exist once (EXE-8). `forwards`, `cache` and
+    `sampler` are its own from here on, but for a raw step's owner, who rewinds and removes sequences of his own.
+    """
 
     def __init__(
         self,
         forwards: Forwards,
         cache: CellCache,
         sampler: Sampler,
+        additional: AdditionalMethods,
         *,
         max_sessions: int,
         max_session_tokens: int,
@@ -66,8 +78,10 @@ class CellExecutor:
         self._forwards = forwards
         self._cache = cache
         self._sampler = sampler
+        self._additional = additional
+        self._raw = RawSteps(forwards, cache, device, max_positions=max_session_tokens)
         self._max_sessions = max_sessions
-        self._max_session_tokens = max_session_tokens
+        self._limits = PackLimits(max_session_tokens, forwards.vocab_size)
         self._device = device
         self._overlaps = overlaps
         self._sessions: dict[int, OpenSession] = {}
@@ -91,11 +105,46 @@ class CellExecutor:
         return self._max_sessions
 
     @property
+    def max_session_tokens(self) -> int:
+        return self._limits.max_session_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self._forwards.vocab_size
+
+    @property
+    def preferred_batch_tokens(self) -> int:
+        """Tokens of the widest forward. A wider batch runs as several."""
+        return self._forwards.methods[-1].max_tokens
+
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether ids are drawn where the logits are, off the host."""
+        return self._device.type != "cpu"
+
+    @property
     def padding_rows(self) -> int:
         return self._forwards.padding_rows
 
+    @property
+    def model(self) -> Model:
+        return self._forwards.model
+
+    @property
+    def cache_control(self) -> CellCache:
+        """For owners of raw steps: their sequences' verbs. Sessions' sequences are not theirs."""
+        return self._cache
+
+    def kv_metrics(self) -> CacheMetrics:
+        return self._cache.metrics()
+
     def method_calls(self) -> tuple[tuple[str, int], ...]:
         return self._forwards.calls()
+
+    def close(self) -> None:
+        """Release the pool and let go of the model. Nothing may run any more."""
+        self._forwards.close()
+        self._cache.close()
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +152,7 @@ class CellExecutor:
         self, params: SamplingParams, *, seed: int, prompt: Sequence[int], generated: Sequence[int] = ()
     ) -> int:
         self._check_room()
-        return self._publish(self._cache.seq_new(), params, seed, prompt, generated)
+        return self._publish(self._cache.seq_new(), 0, params, seed, prompt, generated)
 
     def clone_session(
         self,
@@ -116,9 +165,40 @@ class CellExecutor:
         generated: Sequence[int] = (),
     ) -> int:
         self._check_room()
-        return self._publish(
-            self._cache.seq_clone(self._sessions[source].sequence, upto), params, seed, prompt, generated
-        )
+        session = self._sessions.get(source)
+        if session is None:
+            raise SessionRefused(f"session {source} is not open: it cannot be cloned")
+        if session.is_poisoned:
+            raise SessionRefused(f"session {source} cannot be cloned: a step of it failed")
+        held = self._cache.pos(session.sequence)
+        if held == 0 or not 0 <= upto <= held:
+            raise SessionRefused(f"session {source} holds {held} tokens: its first {upto} cannot be cloned")
+        clone = self._cache.seq_clone(session.sequence, upto)
+        return self._publish(clone, upto, params, seed, prompt, generated)
+
+    def set_sampling(
+        self,
+        session_id: int,
+        params: SamplingParams,
+        *,
+        seed: int | None,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+    ) -> None:
+        """Draw by another policy from here on, as if the session had been opened with it (SES-5).
+
+        A draw is random by seed and position alone, so there is no state of earlier draws to begin anew: the same seed
+        gives the same tokens again wherever the session stands again. None: nobody can repeat it. Unknown sessions are
+        ignored. Raises ValueError for a policy that cannot be served; the one in force then stays.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        seed = secrets.randbits(62) if seed is None else seed
+        self._sampler.check(params, seed=seed, prompt_length=len(prompt))
+        self._sampler.close(session.sequence)
+        self._sampler.open(session.sequence, params, seed=seed, prompt=prompt, generated=generated)
+        session.params = params
 
     def close_session(self, session_id: int) -> None:
         session = self._sessions.pop(session_id, None)
@@ -135,10 +215,17 @@ class CellExecutor:
             raise SessionsExhausted(f"all {self._max_sessions} sessions are open")
 
     def _publish(
-        self, sequence: int, params: SamplingParams, seed: int, prompt: Sequence[int], generated: Sequence[int]
+        self,
+        sequence: int,
+        position: int,
+        params: SamplingParams,
+        seed: int,
+        prompt: Sequence[int],
+        generated: Sequence[int],
     ) -> int:
         """Make `sequence` a session; whatever stops that releases the sequence (SES-2)."""
         try:
+            assert self._cache.pos(sequence) == position, "the cache did not give the sequence that was asked for"
             self._sampler.open(sequence, params, seed=seed, prompt=prompt, generated=generated)
         except BaseException:
             self._cache.seq_rm(sequence)
@@ -156,14 +243,16 @@ class CellExecutor:
 
     def launch(self, batch: Batch) -> CellInFlight:
         try:
-            packed = pack(batch.chunks, self._slot, self._max_session_tokens)
-            self._admit(packed)
-            for sequence, position in packed.rewinds:
-                self._cache.rewind(sequence, position)
+            packed = self._pack(batch)
+        except Exception as error:  # nothing was changed: every session is as it was
+            raise StepFailed(f"a step of {batch.num_tokens} tokens was refused: {error}") from error
+        try:
+            self._rewind(packed)
             return self._run(batch, packed)
         except torch.AcceleratorError:
             raise  # the device is lost, and the engine with it
         except Exception as error:  # whatever a model raises ends its step, not the engine
+            self._poison(batch)
             raise StepFailed(f"a step of {batch.num_tokens} tokens failed: {error}") from error
 
     def collect(self, in_flight: CellInFlight) -> StepOutput:
@@ -176,27 +265,56 @@ class CellExecutor:
                     logprobs[chunk].append(values)
         return StepOutput(
             tuple(
-                ChunkOutput(
-                    session_id=chunk.session_id,
-                    token_ids=tuple(token_ids[index]),
-                    logprobs=tuple(logprobs[index]) or None,
-                    prompt_logprobs=(
-                        tuple(in_flight.prompt_logprobs.get(index, ())) if chunk.wanted_rows == "all" else None
-                    ),
-                )
+                self._output(in_flight, index, chunk, token_ids[index], logprobs[index])
                 for index, chunk in enumerate(in_flight.batch.chunks)
             )
         )
+
+    @staticmethod
+    def _output(
+        in_flight: CellInFlight, index: int, chunk: Chunk, token_ids: list[int], logprobs: list[TokenLogprobs]
+    ) -> ChunkOutput:
+        refusal = in_flight.refusals.get(chunk.session_id)
+        if refusal is not None:
+            return ChunkOutput(chunk.session_id, error=refusal)
+        return ChunkOutput(
+            session_id=chunk.session_id,
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs) or None,
+            prompt_logprobs=tuple(in_flight.prompt_logprobs.get(index, ())) if chunk.wanted_rows == "all" else None,
+        )
+
+    def _pack(self, batch: Batch) -> PackedStep:
+        """Check everything that can be known before anything changes. Poisoned sessions are refused one by one."""
+        poisoned = {
+            chunk.session_id: f"session {chunk.session_id} cannot go on: a step of it failed"
+            for chunk in batch.chunks
+            if (session := self._sessions.get(chunk.session_id)) is not None and session.is_poisoned
+        }
+        packed = pack(batch.chunks, self._slot, self._limits, poisoned)
+        if not packed.rewinds:  # what a rewind frees depends on who shares it: that is known behind it
+            self._check_cells(packed)
+        return packed
 
     def _slot(self, session_id: int) -> Slot | None:
         session = self._sessions.get(session_id)
         return None if session is None else Slot(session.sequence, self._cache.pos(session.sequence))
 
-    def _admit(self, packed: PackedStep) -> None:
+    def _rewind(self, packed: PackedStep) -> None:
+        for sequence, position in packed.rewinds:
+            self._cache.rewind(sequence, position)
+        self._check_cells(packed)
+
+    def _check_cells(self, packed: PackedStep) -> None:
         """Whole-step admission over all slices, so that no slice fails for cells after another ran."""
-        num_tokens, free = len(packed.tokens), self._cache.free_cells
-        if num_tokens > free and not packed.rewinds:
-            raise CacheFull(f"a {num_tokens}-token step does not fit: {free} cells free of {self.total_cells}")
+        free = self._cache.free_cells
+        if packed.num_tokens > free:
+            raise CacheFull(f"a {packed.num_tokens}-token step does not fit: {free} cells free of {self.total_cells}")
+
+    def _poison(self, batch: Batch) -> None:
+        """Some of the step may have run: none of its sessions may go on from there (D8, RUN-15)."""
+        for chunk in batch.chunks:
+            self._sessions[chunk.session_id].is_poisoned = True
 
     def _run(self, batch: Batch, packed: PackedStep) -> CellInFlight:
         tokens = torch.from_numpy(packed.tokens).to(self._device, non_blocking=True)
@@ -206,34 +324,27 @@ class CellExecutor:
             tokens = torch.where(tokens < 0, self._last_token[owners], tokens)
         parts: list[SlicePart] = []
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        for step_slice in plan_slices(len(packed.tokens), self._forwards.methods):
+        for step_slice in plan_slices(packed.num_tokens, self._forwards.methods):
             span = slice(step_slice.offset, step_slice.offset + step_slice.length)
-            first, last = np.searchsorted(packed.selected, [span.start, span.stop])
-            rows = packed.selected[first:last] - span.start
-            selected = torch.from_numpy(rows).to(self._device) if len(rows) else None
-            self._cache.declare_step(packed.seq_ids[span])
-            step = self._cache.prepare_step(step_slice.width)
-            try:
-                logits = self._forwards.run(step_slice, tokens[span], positions[span], step, selected)
-            except BaseException:
-                self._cache.undo_step()
-                raise
-            self._cache.commit_step()
+            rows, asked = select_rows(packed.selected, step_slice.offset, step_slice.length)
+            logits = run_slice(
+                self._forwards, self._cache, step_slice, tokens[span], positions[span], packed.seq_ids[span], rows
+            )
             if logits is not None:
-                part = self._answer(batch, packed, slice(first, last), logits, prompt_logprobs)
+                part = self._answer(batch, packed, asked, logits, prompt_logprobs)
                 if part is not None:
                     parts.append(part)
-        return CellInFlight(batch, tuple(parts), prompt_logprobs)
+        return CellInFlight(batch, tuple(parts), prompt_logprobs, dict(packed.refusals))
 
     def _answer(
         self,
         batch: Batch,
         packed: PackedStep,
-        asked: slice,
+        asked: npt.NDArray[np.int64],
         logits: torch.Tensor,
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> SlicePart | None:
-        """Draw from the slice's logits [R, V] and note the prompt's log probabilities."""
+        """Draw from the slice's logits [R, V], which answer `packed.selected[asked]`; note the prompt's logprobs."""
         answers, draws, rows = packed.answers[asked], packed.draws[asked], packed.selected[asked]
         for chunk_index in np.unique(answers[draws < 0]).tolist():
             chunk = batch.chunks[chunk_index]
@@ -256,3 +367,21 @@ class CellExecutor:
             torch.from_numpy(own).to(self._device)
         ]
         return SlicePart(answers[drawn], sampled)
+
+    # --- below sessions ---------------------------------------------------------------------------------------------
+
+    def execute_raw(self, step: RawStep, consume: Consume) -> bool:
+        """Tokens of sequences that the caller took from `cache_control`, past all sessions (`RawSteps.execute`)."""
+        return self._raw.execute(step, consume)
+
+    def argmax_rows(self, logits: torch.Tensor, rows: int) -> list[int]:
+        """Greedy ids of the first `rows` rows; no policy, no session moves (RAW-5)."""
+        return self._raw.argmax_rows(logits, rows)
+
+    def sample_rows(self, logits: torch.Tensor, rows: int, params: npt.NDArray[np.float32]) -> list[int]:
+        """Ids drawn with the caller's coins: params [rows, 4] (RAW-5)."""
+        return self._raw.sample_rows(logits, rows, params)
+
+    def run_additional(self, name: str) -> None:
+        """Run one of the additional methods given at creation. Raises KeyError for another name."""
+        self._additional.call(name)

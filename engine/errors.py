@@ -10,6 +10,7 @@ CellserveError
 │   ├── Draining           this server is going away
 │   └── EngineUnavailable  the engine is not up
 ├── SessionsExhausted      the executor has no free session; nothing was opened
+├── SessionRefused         an executor's session cannot do what was asked of it; nothing was changed
 └── StepFailed             a step died on the host; its sessions are poisoned, the engine goes on
 """
 
@@ -63,6 +64,10 @@ class EngineUnavailable(RequestRefused):
 
 class SessionsExhausted(CellserveError):
     """The executor has no free session; nothing was opened."""
+
+
+class SessionRefused(CellserveError):
+    """An executor's session cannot do what was asked of it; nothing was changed."""
 
 
 class StepFailed(CellserveError):

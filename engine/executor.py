@@ -39,6 +39,11 @@ class Executor(Protocol[Launched]):
     def max_sessions(self) -> int: ...
 
     @property
+    def max_session_tokens(self) -> int:
+        """Tokens one session can hold. A chunk past it is refused alone: its output carries an `error`."""
+        ...
+
+    @property
     def padding_rows(self) -> int:
         """Rows run that answered nobody, since the start."""
         ...
@@ -64,7 +69,8 @@ class Executor(Protocol[Launched]):
     ) -> int:
         """A new session that shares the first `upto` tokens of `source` by reference.
 
-        Raises SessionsExhausted and leaves nothing behind.
+        Raises SessionsExhausted, or SessionRefused for a source that is not open, holds nothing, less than `upto`, or
+        was in a step that failed. Leaves nothing behind.
         """
         ...
 
@@ -73,7 +79,11 @@ class Executor(Protocol[Launched]):
         ...
 
     def launch(self, batch: Batch) -> Launched:
-        """Start one step. Raises StepFailed: its sessions cannot go on, everything else can."""
+        """Start one step. Raises StepFailed: its sessions cannot go on, everything else can.
+
+        Whatever is wrong with one session's chunks (no room left, a gap, an id the model does not have, a failed step
+        behind it) is an `error` in its outputs: none of them ran, it is as it was, and the rest of the batch stands.
+        """
         ...
 
     def collect(self, in_flight: Launched) -> StepOutput:

@@ -17,6 +17,7 @@ from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sessions import Session, choice_seed
 from engine.types import (
     Batch,
+    Chunk,
     ChunkOutput,
     EngineStats,
     ErrorCode,
@@ -192,7 +193,7 @@ class EngineLoop:
             if session.finished is not None:
                 continue  # it ended while this step was in flight: the row was wasted
             if result.error is not None:
-                self._finish(session, "failed", error=result.error, code="step_failed")
+                self._refuse(session, chunk, result.error)
                 continue
             if result.prompt_logprobs is not None:
                 session.record_prompt_logprobs(chunk.position, result.prompt_logprobs)
@@ -200,6 +201,14 @@ class EngineLoop:
                 self._accept(session, result)
             elif session.request.max_new_tokens == 0 and session.num_computed == session.prompt_len:
                 self._finish(session, "length")
+
+    def _refuse(self, session: Session, chunk: Chunk, error: str) -> None:
+        """End one session of a step whose others stand. An answer that fills its context is long, not broken (X-10)."""
+        is_full = chunk.position + len(chunk.tokens) > self._executor.max_session_tokens
+        if is_full and len(session.tokens) > session.prompt_len:
+            self._finish(session, "length")
+        else:
+            self._finish(session, "failed", error=error, code="step_failed")
 
     def _accept(self, session: Session, result: ChunkOutput) -> None:
         """Give each draw to its choice. A stem's draws beyond the first become sessions of their own here."""

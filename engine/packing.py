@@ -1,18 +1,22 @@
-"""Lay a batch's chunks on one token axis. Pure; checks everything before the caller changes anything (PACK-*)."""
+"""Lay a batch's chunks on one token axis. Pure; checks everything before the caller changes anything (PACK-*).
+
+Whatever is wrong with a chunk concerns its session alone: that session is refused by name, none of its chunks is
+packed, and the others stand (X-10). So a step launched behind a refusal that nobody has read yet is harmless too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.types import Chunk
 
-
-class PackingError(ValueError):
-    """The batch does not continue its sessions as it must; nothing was changed."""
+LAST_TOKEN = -1
+"""Stands for the session's last drawn token, where only the device knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,55 +29,114 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class PackLimits:
+    """What one session may bring."""
+
+    max_session_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class PackedStep:
     """T tokens and R asked-for logits rows of one step."""
 
-    tokens: npt.NDArray[np.int64]  # [T]; -1 = the sequence's last token, which only the device knows
+    tokens: npt.NDArray[np.int64]  # [T]; LAST_TOKEN = the sequence's last token, which only the device knows
     positions: npt.NDArray[np.int64]  # [T]
     seq_ids: npt.NDArray[np.int32]  # [T]
-    selected: npt.NDArray[np.int64]  # [R] rows on the packed axis, ascending; repeats allowed
+    selected: npt.NDArray[np.int64]  # [R] rows on the packed axis, any order; repeats allowed
     answers: npt.NDArray[np.int32]  # [R] chunk that asked
     draws: npt.NDArray[np.int32]  # [R] choice drawn from the row; -1 = its log probabilities alone are wanted
     rewinds: tuple[tuple[int, int], ...]  # (seq id, position) to rewind to before the step
+    refusals: Mapping[int, str]  # session id -> why none of its chunks is in the step
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
 
-def pack(chunks: Sequence[Chunk], slot_of: Callable[[int], Slot | None], max_session_tokens: int) -> PackedStep:
+def pack(
+    chunks: Sequence[Chunk],
+    slot_of: Callable[[int], Slot | None],
+    limits: PackLimits,
+    refused: Mapping[int, str] = MappingProxyType({}),
+) -> PackedStep:
     """Pack `chunks` in their order.
 
-    slot_of: session id -> its slot, None when unknown.
+    slot_of: session id -> its slot, None when unknown. refused: sessions that the caller rules out, and why.
     A chunk continues where its session, or its session's previous chunk in this batch, ends. A session's first chunk
-    may begin earlier, at 0 too: that rewinds (PACK-4). Raises PackingError naming session and numbers.
+    may begin earlier, at 0 too: that rewinds (PACK-4).
     """
+    slots: dict[int, Slot] = {}
+    rewinds: dict[int, tuple[int, int]] = {}  # by session
+    refusals = dict(refused)
+    cursors: dict[int, int] = {}
+    for chunk in chunks:
+        session_id = chunk.session_id
+        if session_id in refusals:
+            continue
+        slot = slots.get(session_id) or slot_of(session_id)
+        if slot is None:
+            refusals[session_id] = f"session {session_id} is not open"
+            continue
+        reason = _why_refused(chunk, slot.position, cursors.get(session_id), limits)
+        if reason is not None:
+            refusals[session_id] = f"session {session_id} {reason}"
+            continue
+        if session_id not in cursors and chunk.position < slot.position:
+            rewinds[session_id] = (slot.seq_id, chunk.position)
+        slots[session_id] = slot
+        cursors[session_id] = chunk.position + len(chunk.tokens)
+    return _lay_out(chunks, slots, rewinds, refusals)
+
+
+def select_rows(
+    wanted: npt.NDArray[np.int64], offset: int, length: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Which of the `wanted` packed rows [R] a slice of `length` tokens at `offset` serves (EXE-14).
+
+    -> (rows of the slice, indices into `wanted`), both in the order of `wanted`; -1 is wanted by no slice.
+    """
+    indices = np.flatnonzero((wanted >= offset) & (wanted < offset + length))
+    return wanted[indices] - offset, indices
+
+
+def _why_refused(chunk: Chunk, held: int, cursor: int | None, limits: PackLimits) -> str | None:
+    """held: tokens of the session. cursor: where its previous chunk of the batch ends, None for its first."""
+    start, end = chunk.position, chunk.position + len(chunk.tokens)
+    if not chunk.tokens:
+        return "brings no tokens"
+    if end > limits.max_session_tokens:  # ahead of the gap: the steps behind one that was refused for this have both
+        return f"would hold {end} tokens: the limit is {limits.max_session_tokens}"
+    if start < 0 or start > (held if cursor is None else cursor):
+        return f"holds {held if cursor is None else cursor} tokens: a chunk at {start} leaves a gap"
+    if cursor is not None and start < cursor:
+        return f"overlaps itself at {start} within one batch"
+    # On a device an id past the embedding is a fault that ends the engine, so none reaches it.
+    if min(chunk.tokens) < LAST_TOKEN or max(chunk.tokens) >= limits.vocab_size:
+        outside = next(token for token in chunk.tokens if not LAST_TOKEN <= token < limits.vocab_size)
+        return f"brings token id {outside}: this model's ids are 0 to {limits.vocab_size - 1}"
+    return None
+
+
+def _lay_out(
+    chunks: Sequence[Chunk],
+    slots: Mapping[int, Slot],
+    rewinds: Mapping[int, tuple[int, int]],
+    refusals: Mapping[int, str],
+) -> PackedStep:
     tokens: list[int] = []
     positions: list[int] = []
     seq_ids: list[int] = []
     selected: list[int] = []
     answers: list[int] = []
     draws: list[int] = []
-    rewinds: list[tuple[int, int]] = []
-    cursors: dict[int, int] = {}
     for index, chunk in enumerate(chunks):
-        slot = slot_of(chunk.session_id)
-        if slot is None:
-            raise PackingError(f"session {chunk.session_id} is not open")
-        count, start = len(chunk.tokens), chunk.position
-        if count == 0:
-            raise PackingError(f"session {chunk.session_id} brings no tokens")
-        cursor = cursors.get(chunk.session_id, slot.position)
-        if start < 0 or start > cursor:
-            raise PackingError(f"session {chunk.session_id} holds {cursor} tokens: a chunk at {start} leaves a gap")
-        if start < cursor:
-            if chunk.session_id in cursors:
-                raise PackingError(f"session {chunk.session_id} overlaps itself at {start} within one batch")
-            rewinds.append((slot.seq_id, start))
-        end = start + count
-        if end > max_session_tokens:
-            raise PackingError(f"session {chunk.session_id} would hold {end} tokens: the limit is {max_session_tokens}")
-        cursors[chunk.session_id] = end
-        offset = len(tokens)
+        if chunk.session_id in refusals:
+            continue
+        offset, count = len(tokens), len(chunk.tokens)
         tokens.extend(chunk.tokens)
-        positions.extend(range(start, end))
-        seq_ids.extend([slot.seq_id] * count)
+        positions.extend(range(chunk.position, chunk.position + count))
+        seq_ids.extend([slots[chunk.session_id].seq_id] * count)
         if chunk.wanted_rows == "all":
             num_targets = count if chunk.following_token >= 0 else count - 1
             selected.extend(range(offset, offset + num_targets))
@@ -90,5 +153,6 @@ def pack(chunks: Sequence[Chunk], slot_of: Callable[[int], Slot | None], max_ses
         selected=np.array(selected, np.int64),
         answers=np.array(answers, np.int32),
         draws=np.array(draws, np.int32),
-        rewinds=tuple(rewinds),
+        rewinds=tuple(rewind for session_id, rewind in rewinds.items() if session_id not in refusals),
+        refusals=refusals,
     )

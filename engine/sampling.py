@@ -61,15 +61,10 @@ class Sampler:
     ) -> None:
         """Give a free slot to a session. A clone or a preempted session brings what it has `generated` so far.
 
-        seed: any int64; `params.seed` is not read. Raises ValueError before anything is changed: a grammar, a seed past
-        64 bits, or an id outside the vocabulary.
+        seed: any int64; `params.seed` is not read. Raises ValueError, as `check` does, before anything is changed.
         """
         assert not self._rows[slot]["is_open"], f"slot {slot} is open already"
-        if params.grammar is not None:
-            raise ValueError("grammar is not supported: this sampler has no grammar engine")
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed {seed} does not fit into 64 bits")
-        edits = SlotEdits.of(params, len(prompt), self._vocab_size)
+        edits = self.check(params, seed=seed, prompt_length=len(prompt))
         self._edits.open(slot, edits, prompt, generated)
         self._rows[slot] = (
             params.temperature,
@@ -80,6 +75,14 @@ class Sampler:
             -1 if params.logprobs is None else params.logprobs,
             True,
         )
+
+    def check(self, params: SamplingParams, *, seed: int, prompt_length: int) -> SlotEdits:
+        """ValueError for what `open` would refuse: a grammar, a seed past 64 bits, an id outside the vocabulary."""
+        if params.grammar is not None:
+            raise ValueError("grammar is not supported: this sampler has no grammar engine")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed {seed} does not fit into 64 bits")
+        return SlotEdits.of(params, prompt_length, self._vocab_size)
 
     def close(self, slot: int) -> None:
         """Free a slot; one that is free already stays so."""

@@ -16,6 +16,7 @@ import torch
 from cache.step import CellStep
 from static_graphs.forwards import Forwards, Model
 from static_graphs.methods import Method, StepSlice
+from static_graphs.taps import Taps
 
 WARMUP_RUNS = 2
 """Eager runs before a capture: Triton compiles and cuBLAS takes its workspace outside the graph."""
@@ -24,8 +25,16 @@ WARMUP_RUNS = 2
 class CapturedForwards(Forwards):
     """A method table whose static methods replay graphs. Until `capture` has run it serves eagerly."""
 
-    def __init__(self, model: Model, methods: Sequence[Method], device: torch.device) -> None:
-        super().__init__(model, methods)
+    def __init__(
+        self,
+        model: Model,
+        methods: Sequence[Method],
+        device: torch.device,
+        *,
+        min_selected_rows: int = 1,
+        taps: Taps | None = None,
+    ) -> None:
+        super().__init__(model, methods, min_selected_rows=min_selected_rows, taps=taps)
         widest = max((method.max_tokens for method in methods if method.is_static), default=1)
         self._tokens = torch.zeros(widest, dtype=torch.int64, device=device)  # [widest]
         self._positions = torch.zeros(widest, dtype=torch.int64, device=device)  # [widest]
@@ -53,11 +62,11 @@ class CapturedForwards(Forwards):
                 with prepared_step(width) as step:
                     tokens, positions = self._tokens[:width], self._positions[:width]
                     for _ in range(WARMUP_RUNS):
-                        self._model.hidden(tokens, positions, step)
+                        self.model.hidden(tokens, positions, step)
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                        self._hidden[width] = self._model.hidden(tokens, positions, step)
+                        self._hidden[width] = self.model.hidden(tokens, positions, step)
                     self._graphs[width] = graph
                     self.captures += 1
             progress("capturing graphs", len(widths), len(widths))

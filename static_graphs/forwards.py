@@ -1,6 +1,7 @@
 """Run slices of a packed step through the method table: pad to the width, run the body, select rows, run the head.
 
-The same code on every device; a CUDA table replaces the eager body by captured ones. Engine thread only.
+The same code on every device; a CUDA table replaces the eager body by captured ones. All methods are one model at
+different widths: its weights exist once. Engine thread only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from cache.step import CellStep
 from static_graphs.methods import Method, StepSlice
+from static_graphs.taps import Taps
 
 
 class Model(Protocol):
@@ -32,15 +34,20 @@ class Model(Protocol):
 class Forwards:
     """forward_1 .. forward_N and forward_others over one model, with a count of calls each."""
 
-    def __init__(self, model: Model, methods: Sequence[Method]) -> None:
-        self._model = model
+    def __init__(
+        self, model: Model, methods: Sequence[Method], *, min_selected_rows: int = 1, taps: Taps | None = None
+    ) -> None:
+        """min_selected_rows: fewest rows the head runs on behind the dynamic method (EXE-4). taps: set on `model`."""
+        self.model = model
         self.methods = tuple(methods)
+        self._min_selected_rows = min_selected_rows
+        self._taps = taps
         self.padding_rows = 0
         self._calls = [0] * len(self.methods)
 
     @property
     def vocab_size(self) -> int:
-        return self._model.vocab_size
+        return self.model.vocab_size
 
     def calls(self) -> tuple[tuple[str, int], ...]:
         """(method, calls) of every method, narrowest first (RAW-6)."""
@@ -66,7 +73,19 @@ class Forwards:
         self.padding_rows += step_slice.width - step_slice.length
         if selected is None:
             return None
-        return self._model.logits(hidden.index_select(0, selected))
+        rows = len(selected)
+        if not self.methods[step_slice.method].is_static and rows < self._min_selected_rows:
+            selected = torch.cat((selected, selected[-1:].expand(self._min_selected_rows - rows)))
+        return self.model.logits(hidden.index_select(0, selected))[:rows]
+
+    def taps(self, width: int) -> torch.Tensor | None:
+        """[width, k * hidden] of the last forward, padding rows included; overwritten by the next one."""
+        return None if self._taps is None else self._taps.rows(width)
+
+    def close(self) -> None:
+        """Let go of the model. Nothing may run any more."""
+        if self._taps is not None:
+            self._taps.close()
 
     def _body(
         self, step_slice: StepSlice, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep
@@ -76,4 +95,4 @@ class Forwards:
         if padding:
             tokens = torch.nn.functional.pad(tokens, (0, padding))
             positions = torch.nn.functional.pad(positions, (0, padding))
-        return self._model.hidden(tokens, positions, step)
+        return self.model.hidden(tokens, positions, step)

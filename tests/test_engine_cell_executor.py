@@ -108,28 +108,16 @@ def test_pack_4_a_chunk_behind_the_end_rewinds_and_draws_again(executor):
     assert draw(executor, session, (1, 2, 3), 0) == first
 
 
-def test_exe_12_a_step_that_cannot_run_changes_nothing(executor):
+def test_exe_12_a_step_that_does_not_fit_changes_nothing(executor):
     session = executor.open_session(GREEDY, seed=0, prompt=(1, 2, 3))
     draw(executor, session, (1, 2, 3), 0)
     free = executor.free_cells
-    bad = [
-        Chunk(session, (1,), 9),
-        Chunk(99, (1,), 0),
-        Chunk(session, (1,) * (free + 1), 3),
-    ]
-    for chunk in bad:
-        with pytest.raises(StepFailed):
-            executor.launch(Batch((chunk,)))
-        assert (executor.free_cells, executor.position(session)) == (free, 3)
-
-
-def test_a_forward_that_fails_gives_its_cells_back(executor):
-    session = executor.open_session(GREEDY, seed=0, prompt=(1, 2, 3))
-    free = executor.free_cells
-    with pytest.raises(StepFailed, match="a step of 1 tokens failed"):
-        draw(executor, session, (10_000,), 0)  # no such row in the embedding
-    assert (executor.free_cells, executor.position(session)) == (free, 0)
-    assert len(draw(executor, session, (1,), 0)) == 1
+    others = [executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(2)]
+    with pytest.raises(StepFailed, match="198-token step does not fit: 197 cells free of 200"):
+        executor.launch(Batch(tuple(Chunk(other, (1,) * 99, 0) for other in others)))
+    assert (executor.free_cells, executor.position(session)) == (free, 3)
+    assert len(draw(executor, session, (1,), 3)) == 1
+    assert len(draw(executor, others[0], (1,), 0)) == 1
 
 
 def test_calls_and_padding_are_counted(executor):

@@ -73,6 +73,26 @@ def test_run_19_a_stop_token_is_delivered_and_beats_the_length(overlaps):
     assert (engine.tokens("a"), engine.finish("a"), engine.of("a")[-1].stop_token_id) == ([6, 7, 8], "stop", 8)
 
 
+def test_x_10_a_full_context_ends_its_own_choice_by_length_and_no_other(overlaps):
+    engine = Engine(ScriptedExecutor(max_session_tokens=6, overlaps=overlaps))
+    engine.submit("long", (5, 6, 7, 8), max_new_tokens=9)
+    engine.submit("short", (20,), max_new_tokens=5)
+    engine.run()
+    assert (engine.tokens("long"), engine.finish("long")) == ([9, 10, 11], "length")
+    assert (engine.tokens("short"), engine.finish("short")) == ([21, 22, 23, 24, 25], "length")
+    assert engine.holds_nothing()
+
+
+def test_x_10_a_prompt_past_the_context_fails_alone_and_says_why(overlaps):
+    engine = Engine(ScriptedExecutor(max_session_tokens=6, overlaps=overlaps))
+    engine.submit("long", range(7), max_new_tokens=1)
+    engine.submit("short", (20,), max_new_tokens=2)
+    engine.run()
+    assert (engine.tokens("long"), engine.finish("long")) == ([], "failed")
+    assert "the limit of 6" in engine.of("long")[-1].error
+    assert (engine.tokens("short"), engine.finish("short")) == ([21, 22], "length")
+
+
 def test_a_row_behind_an_unseen_stop_is_wasted_and_never_delivered():
     engine = Engine(ScriptedExecutor(overlaps=True))
     engine.submit("a", (5,), max_new_tokens=9, sampling={"stop_token_ids": (6,)})

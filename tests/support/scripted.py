@@ -67,12 +67,19 @@ class ScriptedExecutor:
     """Implements `Executor`. Counters and gates may be used from any thread, the rest from the engine's alone."""
 
     def __init__(
-        self, answer: Answer = count_up, *, cells: int = 4096, max_sessions: int = 64, overlaps: bool = False
+        self,
+        answer: Answer = count_up,
+        *,
+        cells: int = 4096,
+        max_sessions: int = 64,
+        max_session_tokens: int = 4096,
+        overlaps: bool = False,
     ) -> None:
         self.answer = answer
         self.overlaps = overlaps
         self.total_cells = cells
         self.max_sessions = max_sessions
+        self.max_session_tokens = max_session_tokens
         self.padding_rows = 0
         self.sessions: dict[int, ScriptedSession] = {}
         self.opened = 0
@@ -179,6 +186,9 @@ class ScriptedExecutor:
 
     def _run(self, chunk: Chunk) -> ChunkOutput:
         session = self.sessions[chunk.session_id]
+        end = chunk.position + len(chunk.tokens)
+        if end > self.max_session_tokens:
+            return ChunkOutput(chunk.session_id, error=f"{end} tokens pass the limit of {self.max_session_tokens}")
         assert chunk.position == len(session.tokens), "a chunk starts where its session ends"
         last = session.generated[-1] if session.generated else -1  # none where the step that drew it failed
         tokens = [last if token == -1 else token for token in chunk.tokens]

@@ -1,0 +1,37 @@
+"""One forward over a cell cache: claim, run, and keep the claim or take it back."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cache.cell_cache import CellCache
+from static_graphs.forwards import Forwards
+from static_graphs.methods import StepSlice
+
+
+def run_slice(
+    forwards: Forwards,
+    cache: CellCache,
+    step_slice: StepSlice,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    seq_ids: npt.NDArray[np.int32],
+    rows: npt.NDArray[np.int64],
+) -> torch.Tensor | None:
+    """tokens, positions: [length] i64, device, of the slice alone; seq_ids [length]; rows: [R] of the slice.
+
+    -> logits [R, V], None without rows. A forward that raises gives back exactly the cells it claimed; one that was
+    launched keeps them.
+    """
+    selected = torch.from_numpy(rows).to(tokens.device) if len(rows) else None
+    cache.declare_step(seq_ids)
+    step = cache.prepare_step(step_slice.width)
+    try:
+        logits = forwards.run(step_slice, tokens, positions, step, selected)
+    except BaseException:
+        cache.undo_step()
+        raise
+    cache.commit_step()
+    return logits
