@@ -51,8 +51,9 @@ class PackedRun:
             next_position[sequence] += 1
         step = self.cache.prepare_step(width)
         padding = width - len(rows)
-        tokens = torch.tensor([token for _, token in rows] + [rows[-1][1]] * padding)
-        placed = torch.tensor(self.placed(positions, step) + [positions[-1]] * padding)
+        device = self.model.device
+        tokens = torch.tensor([token for _, token in rows] + [rows[-1][1]] * padding, device=device)
+        placed = torch.tensor(self.placed(positions, step) + [positions[-1]] * padding, device=device)
         logits = self.model.logits(self.model.hidden(tokens, placed, step)[: len(rows)])
         self.cache.commit_step()
         return logits

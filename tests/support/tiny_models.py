@@ -6,6 +6,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, LlamaConfig
 
+ARCHITECTURES = (
+    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text"),
+    *("phi3", "olmo2", "granite", "gpt_neox", "starcoder2", "qwen3_moe"),
+)
+"""What the matrix runs."""
+
 WINDOW = 5
 CHUNK = 6
 
