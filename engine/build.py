@@ -57,6 +57,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         raise ModelError(str(error)) from error
     kv_dtype = model.dtype
     kv_cells = _kv_cells(config, model.geometry, kv_dtype, device)
+    if config.cache == "single" and config.kv_cells is None:
+        kv_cells = min(kv_cells, model.max_model_len)  # one sequence needs no more
     max_model_len = _max_model_len(config, model.max_model_len, kv_cells)
     is_cuda = device.type == "cuda"
     widths = config.widths or (CUDA_WIDTHS if is_cuda else CPU_WIDTHS)
@@ -66,10 +68,11 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         capacity_cells=kv_cells,
         widths=tuple(width for width in widths if width < widest) or (1,),
         max_dynamic=widest,
-        max_sessions=config.max_num_seqs,
+        max_sessions=config.num_seqs,
         max_session_tokens=max_model_len,
+        cache_kind="single" if config.cache == "single" else "batched",
         reserves_cells=False,  # the loop preempts when cells run out (D10)
-        max_sequences=config.max_num_seqs,
+        max_sequences=config.num_seqs,
         captures_static_methods=not config.enforce_eager,
     )
     executor = create_executor(model, options, progress)
@@ -81,7 +84,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         max_model_len=max_model_len,
         vocab_size=min(num_token_ids or model.vocab_size, model.vocab_size),
         kv_cells=kv_cells,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.num_seqs,
         max_waiting=config.max_waiting,
         widths=options.widths,
         eos_token_ids=model.eos_token_ids,
@@ -98,9 +101,9 @@ def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, i
     budget = config.max_num_batched_tokens or max(budget, 2 * widths[-1])
     chunk = min(chunk, budget)
     return SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.num_seqs,
         prefill_budget=budget,
-        mixed_budget=max(widths[-1], config.max_num_seqs + chunk),
+        mixed_budget=max(widths[-1], config.num_seqs + chunk),
         prefill_chunk=chunk,
     )
 

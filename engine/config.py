@@ -16,7 +16,10 @@ DEFAULT_MODEL = "default"
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """What that model is served as."""
 
+DEFAULT_NUM_SEQS = 256
+
 LoadFormat = Literal["auto", "dummy"]
+CacheKind = Literal["cells", "single"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,10 @@ class EngineConfig:
     seed: int = 0
     """Of dummy weights. Requests bring their own seed or get fresh randomness."""
     max_model_len: int | None = None
-    max_num_seqs: int = 256
+    cache: CacheKind = "cells"
+    """cells: many sequences over one pool. single: one sequence, whose window layers store only what they see."""
+    max_num_seqs: int | None = None
+    """None: 256, or 1 with the single cache."""
     max_num_batched_tokens: int | None = None
     """Tokens of a step while nothing decodes (D10's prefill budget)."""
     max_waiting: int = 256
@@ -47,9 +53,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model is empty: give a folder or a hub id")
-        for name in ("max_num_seqs",):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "max_num_batched_tokens", "kv_cells"):
+        for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "kv_cells"):
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 2 if name == "kv_cells" else 1)
@@ -60,6 +64,10 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}: it must be above 0")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must lie in (0, 1]")
+        if self.cache not in ("cells", "single"):
+            raise ConfigError(f"cache is {self.cache!r}: it must be cells or single")
+        if self.cache == "single" and self.max_num_seqs not in (None, 1):
+            raise ConfigError(f"max_num_seqs is {self.max_num_seqs}: the single cache holds one sequence, use 1")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype is {self.dtype!r}: it must be auto, float32, bfloat16 or float16")
         if self.load_format not in ("auto", "dummy"):
@@ -71,6 +79,11 @@ class EngineConfig:
                 raise ConfigError("widths is empty: give at least one, e.g. 1,2,4,8")
             if any(width < 1 for width in self.widths) or list(self.widths) != sorted(set(self.widths)):
                 raise ConfigError(f"widths are {self.widths}: they must be positive, ascending and different")
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that run at once."""
+        return self.max_num_seqs or (1 if self.cache == "single" else DEFAULT_NUM_SEQS)
 
 
 def check_request(info: EngineInfo, request: GenerateRequest) -> None:

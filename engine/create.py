@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from cache.cell_cache import CellCache
-from cache.geometry import Geometry
+from cache.factory import cache_factory
+from cache.geometry import Geometry, InvalidConfig, UnknownKind
 from cache.step import CellStep
 from engine.cell_executor import CellExecutor
 from engine.errors import ConfigError, ModelError
@@ -53,7 +54,11 @@ def create_executor(model: ServedModel, options: ExecutorOptions, progress: Prog
     except ValueError as error:
         raise ConfigError(str(error)) from error
     progress("allocating the K/V pool", 0, 1)
-    cache = CellCache(model.geometry, plan.cache, model.device)
+    try:
+        cache = cache_factory().build(options.cache_kind, model.geometry, plan.cache, model.device)
+    except (InvalidConfig, UnknownKind) as error:
+        raise ConfigError(str(error)) from error
+    cache.bind_program("forward", model.geometry, plan.cache.kv_dtype)
     additional = AdditionalMethods(options.additional_methods)
     is_cuda = model.device.type == "cuda"
     forwards: Forwards

@@ -38,6 +38,8 @@ class ExecutorOptions:
     optimistically, and whoever schedules them preempts when cells run out (DESIGN D10)."""
     max_sequences: int | None = None
     """Ids of the cache: sessions, and owners of raw steps. None: max_sessions, but at least MIN_SEQUENCES."""
+    cache_kind: str = "batched"
+    """Of cache/factory.py. "single" holds one sequence."""
     kv_dtype: torch.dtype | None = None
     """None: the model's."""
     initial_capacity: int | None = None
@@ -117,6 +119,10 @@ def _max_session_tokens(options: ExecutorOptions, context: int) -> int:
 
 
 def _max_sequences(options: ExecutorOptions) -> int:
+    if options.cache_kind == "single":
+        if options.max_sessions > 1:
+            raise ConfigError(f"max_sessions is {options.max_sessions}: a single cache holds one sequence")
+        return 1
     if options.max_sequences is None:
         return max(options.max_sessions, MIN_SEQUENCES)
     if options.max_sequences < options.max_sessions:

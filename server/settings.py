@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from engine.config import DEFAULT_MODEL, DEFAULT_MODEL_NAME, EngineConfig, LoadFormat
+from engine.config import DEFAULT_MODEL, DEFAULT_MODEL_NAME, CacheKind, EngineConfig, LoadFormat
 from engine.errors import ConfigError
 
 ENV_PREFIX = "CELLSERVE_"
@@ -108,9 +108,16 @@ class Settings(BaseSettings):
         Option("cache", "engine/build.py"),
     ] = 0.9
 
+    cache: Annotated[
+        CacheKind,
+        Field(description="cells: many sequences over one pool; single: one, its window layers store what they see"),
+        Option("cache", "engine/build.py"),
+    ] = "cells"
     max_num_seqs: Annotated[
-        int, Field(ge=1, description="sequences that run at once"), Option("scheduling", "engine/build.py", "sequences")
-    ] = 256
+        int | None,
+        Field(ge=1, description="sequences that run at once (not given: 256, or 1 with --cache single)"),
+        Option("scheduling", "engine/build.py", "sequences"),
+    ] = None
     max_num_batched_tokens: Annotated[
         int | None,
         Field(ge=1, description="tokens of a step while nothing decodes"),
@@ -216,6 +223,7 @@ class Settings(BaseSettings):
             load_format=self.load_format,
             seed=self.seed,
             max_model_len=self.max_model_len,
+            cache=self.cache,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_waiting=self.max_waiting,

@@ -23,7 +23,7 @@ def body_path(module: torch.nn.Module, device: torch.device) -> str:
     try:
         module(input_ids=torch.ones(1, 1, dtype=torch.long, device=device), use_cache=False)
     except _FirstCall as call:
-        return next(name for name, part in module.named_modules() if part is call.part)
+        return str(next(name for name, part in module.named_modules() if part is call.part))
     finally:
         for hook in hooks:
             hook.remove()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.errors import ConfigError, SessionsExhausted, StepFailed
+from engine.config import EngineConfig, check_request
+from engine.errors import ConfigError, RequestTooLarge, SessionsExhausted, StepFailed
 from engine.types import Batch, Chunk, GenerateRequest, SamplingParams
 from support.model_folder import write_folder
 
@@ -173,3 +173,19 @@ def test_the_smallest_pool_serves_the_smallest_request(model):
     tokens, ends = run(loop, GenerateRequest("a", (1,), sampling=GREEDY, max_new_tokens=1))
     assert len(tokens["a", 0]) == 1
     assert ends["a", 0] == "length"
+
+
+def test_the_single_cache_serves_one_request_after_another_as_cells_would(tmp_path):
+    model = write_folder(tmp_path)
+    requests = [GenerateRequest(str(i), (i + 1, 5, 9), sampling=GREEDY, max_new_tokens=12) for i in range(3)]
+    loop, info = build(model, cache="single", max_num_seqs=None, kv_cells=None)
+    assert (info.max_num_seqs, info.kv_cells) == (1, 512)
+    assert run(loop, *requests) == run(build(model)[0], *requests)
+
+
+def test_the_single_cache_refuses_what_it_cannot_do(model):
+    with pytest.raises(ConfigError, match="max_num_seqs is 4: the single cache holds one sequence"):
+        build(model, cache="single")
+    _, info = build(model, cache="single", max_num_seqs=1)
+    with pytest.raises(RequestTooLarge, match="n is 2, but at most 1 sequences"):
+        check_request(info, GenerateRequest("a", (1,), n=2))
