@@ -130,12 +130,16 @@ def bind(module: torch.nn.Module, body: torch.nn.Module, device: torch.device) -
 
 
 def use_experts(module: Any) -> None:
-    """Run a mixture's experts as grouped products, which a CUDA graph can hold; the plain loop over them waits for it.
+    """Run a mixture's experts as grouped products, which a CUDA graph can hold; a loop over them waits for the GPU.
 
-    On CPU the two take the same time. A model without the choice keeps its loop.
+    torch has them for bfloat16 alone on CUDA: other dtypes copy each row's expert weights and run batched products,
+    which a graph holds too, at a cost in memory. On CPU grouped products take as long as the loop. A model without the
+    choice keeps its loop.
     """
+    weight = next(module.parameters())
+    is_grouped = weight.device.type == "cpu" or weight.dtype == torch.bfloat16
     if module._can_set_experts_implementation():
-        module.set_experts_implementation("grouped_mm")
+        module.set_experts_implementation("grouped_mm" if is_grouped else "batched_mm")
 
 
 def use_attention(module: torch.nn.Module, name: str) -> None:

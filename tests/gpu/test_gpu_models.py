@@ -32,7 +32,7 @@ def test_any_schedule_gives_transformers_own_tokens(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", [*ARCHITECTURES, *ALSO, "deepseek_v3", "gemma3n_text", "longrope"])
+@pytest.mark.parametrize("model_type", [*ARCHITECTURES, *ALSO, "deepseek_v3", "gemma4_text", "longrope"])
 def test_a_body_is_captured_and_replays_what_it_computes_eagerly(model_type: str, dtype: torch.dtype) -> None:
     """No mask is built, no frequency chosen and no expert counted in a way that would wait for the device."""
     if model_type == "longrope":
