@@ -62,11 +62,11 @@ class CapturedForwards(Forwards):
                 with prepared_step(width) as step:
                     tokens, positions = self._tokens[:width], self._positions[:width]
                     for _ in range(WARMUP_RUNS):
-                        self.model.hidden(tokens, positions, step)
+                        self._run_body(tokens, positions, step)
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                        self._hidden[width] = self.model.hidden(tokens, positions, step)
+                        self._hidden[width] = self._run_body(tokens, positions, step)
                     self._graphs[width] = graph
                     self.captures += 1
             progress("capturing graphs", len(widths), len(widths))

@@ -7,6 +7,7 @@ different widths: its weights exist once. Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -95,4 +96,9 @@ class Forwards:
         if padding:
             tokens = torch.nn.functional.pad(tokens, (0, padding))
             positions = torch.nn.functional.pad(positions, (0, padding))
-        return self.model.hidden(tokens, positions, step)
+        return self._run_body(tokens, positions, step)
+
+    def _run_body(self, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep) -> torch.Tensor:
+        """The model's body, its tapped layers heard."""
+        with nullcontext() if self._taps is None else self._taps.recording():
+            return self.model.hidden(tokens, positions, step)

@@ -6,7 +6,8 @@ whatever runs the layers: an eager forward, or a graph that was captured after t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Taps:
                 raise ValueError(f"layer {layer} cannot be tapped: the model has layers 0 to {len(found) - 1}")
         self._num_layers = len(layers)
         self._widest = widest
+        self._is_recording = False
         self._buffer: torch.Tensor | None = None  # made by the first forward, which knows the size of a hidden state
         self._hooks = [
             found[layer].register_forward_hook(lambda _, __, output, block=block: self._copy(output, block))
@@ -37,12 +39,23 @@ class Taps:
         assert self._buffer is not None, "no forward has run"
         return self._buffer[:width]
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """The forwards within are ours; others of the same model, an executor's beside us, leave the buffer alone."""
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
     def close(self) -> None:
         """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
 
     def _copy(self, output: Any, block: int) -> None:
+        if not self._is_recording:
+            return
         hidden: torch.Tensor = (output[0] if isinstance(output, tuple) else output)[0]  # [W, hidden]
         width, size = hidden.shape
         if self._buffer is None:
