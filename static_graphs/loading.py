@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from static_graphs.load_errors import ModelLoadError, UnsupportedModel
@@ -39,6 +40,8 @@ _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _DUMMY_STD = 0.02
+# A folder is read, never asked about on the network, and its Python code never run.
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def load_config(source: Source) -> Any:
     if source.gguf_file is not None:
         return load_config(Source(_kept(source, "config", _write_config)))
     with _as_load_error(source):
-        config = AutoConfig.from_pretrained(source.folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(source.folder, **_LOCAL)
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
@@ -110,15 +113,21 @@ def load_module(source: Source, *, device: torch.device, dtype: torch.dtype | No
     _require_causal(config)
     chosen = dtype or _own_dtype(getattr(config, "dtype", None), device)
     with _as_load_error(source), _without_progress_bars():
-        return AutoModelForCausalLM.from_pretrained(
+        module, found = AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
             dtype=chosen,
             device_map={"": device},
-            local_files_only=True,
             use_safetensors=True,
             attn_implementation="eager",
-        ).eval()
+            output_loading_info=True,
+            **_LOCAL,
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers would serve random numbers in their place
+        named = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        raise ModelLoadError(f"{source.folder} lacks {len(missing)} of the model's weights: {named}")
+    return module.eval()
 
 
 def random_module(config: Any, *, device: torch.device, dtype: torch.dtype | None, seed: int) -> Any:
@@ -246,20 +255,16 @@ def _kept(source: Source, name: str, write: Callable[[Source, Path], None]) -> P
 
 
 def _write_config(source: Source, folder: Path) -> None:
-    config = AutoConfig.from_pretrained(source.folder, gguf_file=source.gguf_file, local_files_only=True)
+    config = AutoConfig.from_pretrained(source.folder, gguf_file=source.gguf_file, **_LOCAL)
     _without_quantisation(config).save_pretrained(folder)
 
 
 def _write_tokenizer(source: Source, folder: Path) -> None:
-    AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file, local_files_only=True).save_pretrained(
-        folder
-    )
+    AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file, **_LOCAL).save_pretrained(folder)
 
 
 def _write_weights(dtype: torch.dtype, source: Source, folder: Path) -> None:
-    read = AutoModelForCausalLM.from_pretrained(
-        source.folder, gguf_file=source.gguf_file, dtype=dtype, local_files_only=True
-    )
+    read = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.gguf_file, dtype=dtype, **_LOCAL)
     # A module read from GGUF refuses to be saved: its weights go into a module of the same config that never was.
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(_without_quantisation(copy.deepcopy(read.config)), dtype=dtype)
@@ -278,7 +283,7 @@ def _load_tokenizer(source: Source) -> Any | None:
     if not any((source.folder / name).exists() for name in _VOCABULARIES):
         return None
     with _as_load_error(source):
-        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(source.folder, **_LOCAL)
 
 
 def _without_quantisation(config: Any) -> Any:
@@ -318,7 +323,7 @@ def _as_load_error(source: Source) -> Iterator[None]:
         yield
     except ModelLoadError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         where = source.gguf_path or source.folder
         raise ModelLoadError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from cache.geometry import LayerGeometry
@@ -70,6 +71,32 @@ def test_a_folder_is_loaded_with_its_own_weights(tmp_path: Path) -> None:
     assert model.dtype == torch.float32, "on CPU auto means float32, whatever the checkpoint holds"
     assert torch.equal(model.module.lm_head.weight, own.lm_head.weight.float())
     assert load_model(str(tmp_path), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_by_their_names(tmp_path: Path) -> None:
+    own = random_module(tiny_llama(), device=CPU, dtype=torch.float32, seed=1)
+    own.save_pretrained(tmp_path)
+    weights = own.state_dict()
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"lacks 1 of the model's weights: model.layers.1.mlp.up_proj.weight"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
+def test_a_broken_file_is_named(tmp_path: Path, broken: str) -> None:
+    random_module(tiny_llama(), device=CPU, dtype=torch.float32, seed=1).save_pretrained(tmp_path)
+    (tmp_path / broken).write_bytes(b"no such thing")
+    with pytest.raises(ModelLoadError, match="cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_a_folders_own_code_is_never_run(tmp_path: Path) -> None:
+    config = {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Config", "AutoModelForCausalLM": "ours.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "ours.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(ModelLoadError, match="cannot be loaded"):
+        load_model(str(tmp_path))
 
 
 def test_only_written_generation_defaults_count_and_every_end_token_does(tmp_path: Path) -> None:
