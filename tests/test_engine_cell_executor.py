@@ -5,9 +5,13 @@ import torch
 
 from engine.build import build_engine
 from engine.config import EngineConfig, check_request
-from engine.errors import ConfigError, RequestTooLarge, SessionsExhausted, StepFailed
+from engine.errors import ConfigError, RequestTooLarge, SessionRefused, SessionsExhausted, StepFailed
+from engine.loop import EngineLoop
+from engine.scheduler import SchedulerLimits
 from engine.types import Batch, Chunk, GenerateRequest, SamplingParams
 from support.model_folder import write_folder
+from support.toy_decoder import ToyDecoder
+from support.toy_executor import toy_executor
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -43,6 +47,15 @@ def run(loop, *requests):
 def draw(executor, session, tokens, position, draws=1):
     chunk = Chunk(session, tuple(tokens), position, wanted_rows="last", draws=draws)
     return executor.execute(Batch((chunk,))).chunks[0].token_ids
+
+
+def continued(executor, session, prompt, count):
+    """Whatever the session's policy: `count` tokens, one a step, from position 0."""
+    tokens, position = list(draw(executor, session, prompt, 0)), len(prompt)
+    while len(tokens) < count:
+        tokens += draw(executor, session, tokens[-1:], position)
+        position += 1
+    return tokens
 
 
 def test_a_batch_of_sessions_draws_what_each_draws_alone(model):
@@ -83,7 +96,10 @@ def test_ses_1_sessions_are_bounded_and_their_ids_never_come_back(executor):
         executor.open_session(GREEDY, seed=0, prompt=(1,))
     executor.close_session(first[0])
     executor.close_session(first[0])
-    assert executor.open_session(GREEDY, seed=0, prompt=(1,)) not in first
+    later = executor.open_session(GREEDY, seed=0, prompt=(1,))
+    assert later > max(first)
+    with pytest.raises(SessionsExhausted):
+        executor.clone_session(later, 0, GREEDY, seed=0, prompt=(1,))
 
 
 def test_ses_4_a_clone_shares_cells_and_goes_on_as_its_source_would(executor):
@@ -97,6 +113,69 @@ def test_ses_4_a_clone_shares_cells_and_goes_on_as_its_source_would(executor):
     executor.close_session(source)
     executor.close_session(clone)
     assert executor.free_cells == executor.total_cells
+
+
+def test_ses_4_a_clone_of_what_is_not_there_is_refused_and_leaves_nothing(executor):
+    source = executor.open_session(GREEDY, seed=0, prompt=(1,))
+
+    def refused(session, upto, words):
+        with pytest.raises(SessionRefused, match=words):
+            executor.clone_session(session, upto, GREEDY, seed=0, prompt=(1,))
+
+    refused(99, 0, "session 99 is not open")
+    refused(source, 0, "holds 0 tokens: its first 0 cannot be cloned")
+    draw(executor, source, (1, 2), 0)
+    refused(source, 3, "holds 2 tokens: its first 3 cannot be cloned")
+    refused(source, -1, "its first -1 cannot be cloned")
+    assert executor.kv_metrics().num_sequences == 1
+    assert executor.position(executor.clone_session(source, 0, GREEDY, seed=0, prompt=(1,))) == 0
+
+
+def test_ses_2_a_session_whose_policy_is_refused_leaves_no_sequence(executor):
+    with pytest.raises(ValueError, match="logit_bias holds token id 128"):
+        executor.open_session(SamplingParams(logit_bias=((128, 1.0),)), seed=0, prompt=(1,))
+    assert executor.kv_metrics().num_sequences == 0
+
+
+def test_ses_5_a_new_policy_draws_as_if_the_session_had_been_opened_with_it(executor):
+    sampled = SamplingParams(temperature=1.5)
+    opened = executor.open_session(sampled, seed=7, prompt=(1, 2, 3))
+    expected = continued(executor, opened, (1, 2, 3), 6)
+    changed = executor.open_session(GREEDY, seed=0, prompt=(1, 2, 3))
+    greedy = continued(executor, changed, (1, 2, 3), 6)
+    executor.set_sampling(changed, sampled, seed=7, prompt=(1, 2, 3))
+    assert continued(executor, changed, (1, 2, 3), 6) == expected != greedy
+    executor.set_sampling(changed, sampled, seed=7, prompt=(1, 2, 3))
+    assert continued(executor, changed, (1, 2, 3), 6) == expected, "a seed gives its tokens again"
+    executor.set_sampling(changed, sampled, seed=8, prompt=(1, 2, 3))
+    assert continued(executor, changed, (1, 2, 3), 6) != expected
+
+
+def test_ses_5_no_seed_is_one_that_nobody_can_repeat(executor):
+    session = executor.open_session(GREEDY, seed=0, prompt=(1,))
+    answers = set()
+    for _ in range(3):
+        executor.set_sampling(session, SamplingParams(temperature=5.0), seed=None, prompt=(1,))
+        answers.add(tuple(continued(executor, session, (1,), 8)))
+    assert len(answers) == 3
+
+
+def test_ses_5_a_policy_that_cannot_be_served_leaves_the_one_in_force(executor):
+    session = executor.open_session(GREEDY, seed=0, prompt=(1, 2, 3))
+    expected = draw(executor, session, (1, 2, 3), 0)
+    for params, seed in ((SamplingParams(allowed_token_ids=(500,)), 0), (SamplingParams(), 2**63)):
+        with pytest.raises(ValueError, match=r"token id 500|does not fit"):
+            executor.set_sampling(session, params, seed=seed, prompt=(1, 2, 3))
+    assert draw(executor, session, (1, 2, 3), 0) == expected
+    executor.set_sampling(99, GREEDY, seed=0, prompt=())  # unknown: ignored
+
+
+def test_t_ses_each_row_of_a_step_is_drawn_by_its_own_sessions_policy(executor):
+    biased = SamplingParams(temperature=0.0, logit_bias=((5, 1e4),))
+    sessions = [executor.open_session(params, seed=0, prompt=(1,)) for params in (GREEDY, biased, GREEDY)]
+    chunks = tuple(Chunk(session, (1,), 0, wanted_rows="last") for session in sessions)
+    first, second, third = (output.token_ids for output in executor.execute(Batch(chunks)).chunks)
+    assert first == third != second == (5,)
 
 
 def test_pack_4_a_chunk_behind_the_end_rewinds_and_draws_again(executor):
@@ -118,6 +197,81 @@ def test_exe_12_a_step_that_does_not_fit_changes_nothing(executor):
     assert (executor.free_cells, executor.position(session)) == (free, 3)
     assert len(draw(executor, session, (1,), 3)) == 1
     assert len(draw(executor, others[0], (1,), 0)) == 1
+
+
+def test_x_10_a_session_at_its_limit_ends_alone():
+    executor = toy_executor(ToyDecoder(), max_session_tokens=5)
+    full, other = (executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(2))
+    alone = draw(executor, other, (7, 8), 0)
+    draw(executor, full, (1, 2, 3, 4, 5), 0)
+    free = executor.free_cells
+    batch = Batch((Chunk(full, (6,), 5, wanted_rows="last"), Chunk(other, (8,), 1, wanted_rows="last")))
+    refused, stands = executor.execute(batch).chunks
+    assert refused.error == f"session {full} would hold 6 tokens: the limit is 5"
+    assert refused.token_ids == ()
+    assert (stands.error, stands.token_ids) == (None, alone)
+    assert (executor.position(full), executor.position(other), executor.free_cells) == (5, 2, free)
+    assert len(draw(executor, full, (5,), 4)) == 1, "it is as it was"
+
+
+def test_x_10_a_step_of_refusals_alone_runs_nothing(executor):
+    outputs = executor.execute(Batch((Chunk(99, (1,), 0), Chunk(98, (1,), 0)))).chunks
+    assert [output.error for output in outputs] == ["session 99 is not open", "session 98 is not open"]
+    assert all(calls == 0 for _, calls in executor.method_calls())
+
+
+def test_x_10_an_id_the_model_does_not_have_is_refused_before_it_reaches_a_forward(executor):
+    session, other = (executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(2))
+    batch = Batch((Chunk(session, (1, 128), 0), Chunk(other, (1,), 0, wanted_rows="last")))
+    refused, stands = executor.execute(batch).chunks
+    assert refused.error == f"session {session} brings token id 128: this model's ids are 0 to 127"
+    assert len(stands.token_ids) == 1
+
+
+def test_x_10_the_loop_ends_a_full_choice_by_length_and_the_other_one_goes_on():
+    toy = ToyDecoder()
+    executor = toy_executor(toy, max_session_tokens=10)
+    loop = EngineLoop(executor, SchedulerLimits(max_num_seqs=2, prefill_budget=8, mixed_budget=8, prefill_chunk=4))
+    full = GenerateRequest("full", (1, 2, 3, 4), sampling=GREEDY, max_new_tokens=20)
+    short = GenerateRequest("short", (5,), sampling=GREEDY, max_new_tokens=9)
+    tokens, ends = run(loop, full, short)
+    assert ends == {("full", 0): "length", ("short", 0): "length"}
+    assert tokens["full", 0] == toy.continuation((1, 2, 3, 4), 7)  # the last one is drawn, but never fed
+    assert tokens["short", 0] == toy.continuation((5,), 9)
+
+
+def test_exe_18_the_sessions_of_a_failed_step_never_run_again_and_the_others_do():
+    toy = ToyDecoder()
+    executor = toy_executor(toy)
+    failed, beside, other = (executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(3))
+    draw(executor, other, (1, 2), 0)
+    free, toy.fail_on = executor.free_cells, 9
+    chunks = (Chunk(beside, (1,) * 30, 0), Chunk(failed, (1, 2, 9), 0, wanted_rows="last"))
+    with pytest.raises(StepFailed, match="a step of 33 tokens failed: token 9 broke the model"):
+        executor.launch(Batch(chunks))
+    toy.fail_on = None
+    assert executor.free_cells == free - 32, "the first of its two forwards ran, the second gave its cell back"
+    batch = Batch(tuple(Chunk(s, (3,), executor.position(s), wanted_rows="last") for s in (failed, beside, other)))
+    outputs = executor.execute(batch).chunks
+    assert [output.error for output in outputs] == [
+        f"session {failed} cannot go on: a step of it failed",
+        f"session {beside} cannot go on: a step of it failed",
+        None,
+    ]
+    assert outputs[2].token_ids == (toy.next_token((1, 2, 3)),)
+    with pytest.raises(SessionRefused, match="a step of it failed"):
+        executor.clone_session(beside, 1, GREEDY, seed=0, prompt=(1,))
+    executor.close_session(failed)
+    executor.close_session(beside)
+    assert executor.free_cells == free - 1
+
+
+def test_a_closed_session_may_still_be_in_flight(executor):
+    session, other = (executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(2))
+    in_flight = executor.launch(Batch(tuple(Chunk(s, (1, 2), 0, wanted_rows="last") for s in (session, other))))
+    executor.close_session(session)
+    outputs = executor.collect(in_flight).chunks
+    assert outputs[0].token_ids == outputs[1].token_ids
 
 
 def test_calls_and_padding_are_counted(executor):
