@@ -353,11 +353,11 @@ def test_the_openai_client_reads_every_answer_strictly(server: LiveServer) -> No
         http_client=httpx.Client(trust_env=False),
     ) as client:
         # Not echo with logprobs: their types have no null for a prompt's first token.
-        whole = client.completions.create(model="default", prompt="q", max_tokens=4, logprobs=2, n=2)
+        whole = client.completions.create(model="SmolLM2-135M-Instruct", prompt="q", max_tokens=4, logprobs=2, n=2)
         assert [choice.text for choice in whole.choices] == ["Sum: 42"] * 2
         chunks = list(
             client.completions.create(
-                model="default", prompt="q", max_tokens=4, stream=True, stream_options={"include_usage": True}
+                model="SmolLM2-135M-Instruct", prompt="q", max_tokens=4, stream=True, stream_options={"include_usage": True}
             )
         )
         assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "Sum: 42"
@@ -465,7 +465,7 @@ def test_b30_a_failure_in_mid_stream_is_an_error_event_behind_what_there_was(tin
             ) as client,
             pytest.raises(openai.APIError, match="failed to answer"),
         ):
-            list(client.completions.create(model="default", prompt=[96], max_tokens=20, stream=True))
+            list(client.completions.create(model="SmolLM2-135M-Instruct", prompt=[96], max_tokens=20, stream=True))
 
 
 def test_a_deadline_that_passes_in_the_queue_is_a_504(tiny: TinyTokenizer) -> None:

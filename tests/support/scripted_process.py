@@ -35,7 +35,7 @@ def build(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop,
     executor = ScriptedExecutor(cells=LONGEST)
     SCENES[config.model](executor)
     info = scripted_info(
-        max_num_seqs=config.max_num_seqs, max_waiting=config.max_waiting, max_model_len=LONGEST, kv_cells=LONGEST
+        max_num_seqs=config.num_seqs, max_waiting=config.max_waiting, max_model_len=LONGEST, kv_cells=LONGEST
     )
     return scripted_loop(executor, info), info
 
