@@ -170,6 +170,25 @@ def test_ses_5_a_policy_that_cannot_be_served_leaves_the_one_in_force(executor):
     executor.set_sampling(99, GREEDY, seed=0, prompt=())  # unknown: ignored
 
 
+def test_x_9_a_seed_and_a_position_draw_one_token_behind_a_rewind_a_clone_and_a_failed_batch():
+    toy = ToyDecoder()
+    executor = toy_executor(toy)
+    sampled = SamplingParams(temperature=20.0)
+    session = executor.open_session(sampled, seed=0, prompt=(1, 2, 3))
+    tokens = continued(executor, session, (1, 2, 3), 6)
+    assert tokens != toy.continuation((1, 2, 3), 6)
+    assert draw(executor, session, tokens[:1], 3) == (tokens[1],)
+    clone = executor.clone_session(session, 4, sampled, seed=0, prompt=(1, 2, 3), generated=tokens[:2])
+    assert draw(executor, clone, tokens[1:2], 4) == (tokens[2],)
+    neighbour = executor.clone_session(session, 4, sampled, seed=1, prompt=(1, 2, 3), generated=tokens[:2])
+    assert continued(executor, neighbour, (1, 2, 3), 6) != tokens
+    toy.fail_on = 9
+    with pytest.raises(StepFailed):
+        draw(executor, neighbour, (9,), 3)
+    toy.fail_on = None
+    assert draw(executor, clone, tokens[2:3], 5) == (tokens[3],)
+
+
 def test_t_ses_each_row_of_a_step_is_drawn_by_its_own_sessions_policy(executor):
     biased = SamplingParams(temperature=0.0, logit_bias=((5, 1e4),))
     sessions = [executor.open_session(params, seed=0, prompt=(1,)) for params in (GREEDY, biased, GREEDY)]

@@ -111,6 +111,12 @@ def test_exe_10_executors_made_differently_live_side_by_side():
     assert dict(plain.method_calls())["forward_1"] == dict(tapped.method_calls())["forward_3"] - 1 == 3
 
 
+def test_exe_8_k_v_may_be_stored_narrower_than_the_model_computes():
+    executor = toy_executor(ToyDecoder(), kv_dtype=torch.bfloat16)
+    assert executor.cache_control.pool.keys[0].dtype == torch.bfloat16
+    assert len(generate(executor, [(1, 2, 3)], 4)[0]) == 4
+
+
 def test_exe_4_the_head_never_sees_fewer_rows_than_forward_others_needs():
     seen = []
 
