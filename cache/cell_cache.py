@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cache.cells import I64, CellTable, Declaration, Placement, runs
+from cache.cells import I32, I64, CellTable, Declaration, Placement, runs
 from cache.geometry import CacheConfig, Geometry, InvalidConfig, InvalidStep, Reach
 from cache.pool import CpuPool, CudaPool, Pool, check_storage
 from cache.programs import Programs
@@ -106,10 +106,15 @@ class CellCache:
         with self._lock:
             return self._table.pos(seq)
 
-    def cells_of(self, seq: int) -> npt.NDArray[np.int32]:
-        """A copy of the sequence's cells in position order."""
+    def cells_of(self, seq: int, start: int = 0, stop: int | None = None) -> I32:
+        """A copy of the cells of the sequence's positions [start, stop), in order; by default all."""
         with self._lock:
-            return self._table.cells_of(seq)
+            return self._table.cells_of(seq, start, stop)
+
+    def references(self) -> I32:
+        """A copy of every cell's reference count, [capacity_cells]; 0 is free."""
+        with self._lock:
+            return self._table.references()
 
     def metrics(self) -> CacheMetrics:
         with self._lock:
@@ -138,6 +143,37 @@ class CellCache:
             clone = self._table.seq_clone(src, upto)
             self._spoil("seq_clone")
             return clone
+
+    def seq_from(self, cells: npt.ArrayLike) -> int:
+        """A new sequence of cells that are held, in position order, as a sequence began with them; takes no cell.
+
+        Raises InvalidPosition (a cell nobody holds) or CacheFull (no id).
+        """
+        with self._lock:
+            seq = self._table.seq_from(cells)
+            self._spoil("seq_from")
+            return seq
+
+    def rebase(self, seq: int, cells: npt.ArrayLike) -> None:
+        """Let the sequence begin with `cells`, which hold the same tokens, instead of its own copies.
+
+        Raises UnknownSequence or InvalidPosition: a cell nobody holds, more cells than `seq` has, or own copies that
+        somebody else holds too and goes on from.
+        """
+        with self._lock:
+            self._table.rebase(seq, cells)
+            self._spoil("rebase")
+
+    def hold_cells(self, cells: npt.ArrayLike) -> None:
+        """Keep cells beyond their sequences: one more reference each (no repeats). InvalidPosition for a free one."""
+        with self._lock:
+            self._table.hold_cells(cells)
+
+    def release_cells(self, cells: npt.ArrayLike) -> None:
+        """Give back what `hold_cells` took; cells that nobody else holds become free."""
+        with self._lock:
+            self._table.release_cells(cells)
+            self._spoil("release_cells")
 
     def seq_rm(self, seq: int) -> None:
         """Drop the sequence; cells that nobody else holds become free."""

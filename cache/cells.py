@@ -6,9 +6,12 @@ are shared by reference counts, so a clone costs no cell, and because writes go 
     sequence 3 (length 6, page of 4)   page_table[3] = [7, 2, ...]      pages[7] = [r0 r1 r2 r3]
     positions 0 1 2 3 | 4 5                                             pages[2] = [r4 r5  .  .]    r = cell + 1
 
-Lists are paged, and pages are shared by clones until one of the sharers appends to one. Two sequences can differ in a
-full page only where they branched, so capacity / page_cells + 2 * max_sequences pages hold every possible table, and
-no verb is ever refused for want of a page.
+Lists are paged, and pages are shared by clones until one of the sharers appends to one. A list built from loose cells
+shares the full pages that are there already, and every cell has one predecessor in all lists. So two sequences can
+differ in a full page only where they branched: capacity / page_cells + 2 * max_sequences pages hold every possible
+table, and no verb is ever refused for want of a page.
+
+Cells may be held without a sequence, by reference too: a prefix tree keeps what finished sequences computed.
 
 Free cells are found lowest first in two levels: how many are free in each block of 512, then the counts of the few
 blocks that are needed. No verb loops over cells in Python, and placing a step does not look at the rest of the pool.
@@ -91,11 +94,13 @@ class CellTable:
         self._page_refs: I32 = np.zeros(num_pages, np.int32)
         self._free_pages: I32 = np.arange(num_pages, dtype=np.int32)  # a stack; its top is at _num_free_pages
         self._num_free_pages = num_pages
+        self._page_ending: I32 = np.zeros(capacity, np.int32)  # cell -> the page it last filled; says where to look
 
         num_blocks = -(-capacity // BLOCK_CELLS)
         # Slots past the capacity fill the last block and count as held for ever.
         self._refs: I32 = np.ones(num_blocks * BLOCK_CELLS, np.int32)
         self._block_refs = self._refs.reshape(num_blocks, BLOCK_CELLS)
+        self._loose: I32 = np.zeros(capacity, np.int32)  # references that no sequence has
         self._block_size: I64 = np.full(num_blocks, BLOCK_CELLS, np.int64)
         self._block_size[-1] = capacity - (num_blocks - 1) * BLOCK_CELLS
         self._block_free: I64 = np.zeros(num_blocks, np.int64)
@@ -129,10 +134,14 @@ class CellTable:
         """The next position `seq` would write, which is its length; 0 for an id that is not live (CELL-11)."""
         return int(self._lengths[seq]) if self.is_live(seq) else 0
 
-    def cells_of(self, seq: int) -> I32:
-        """A copy of the sequence's cells in position order."""
+    def cells_of(self, seq: int, start: int = 0, stop: int | None = None) -> I32:
+        """A copy of the cells of the sequence's positions [start, stop), in order; by default all."""
         self._check_live(seq)
-        return self._list(seq, 0, int(self._lengths[seq]))
+        held = int(self._lengths[seq])
+        stop = held if stop is None else stop
+        if not 0 <= start <= stop <= held:
+            raise InvalidPosition(f"sequence {seq} holds {held} positions, not [{start}, {stop})")
+        return self._list(seq, start, stop)
 
     def references(self) -> I32:
         """A copy of every cell's reference count, [capacity]."""
@@ -140,13 +149,19 @@ class CellTable:
 
     def check_integrity(self) -> None:
         """AssertionError if two accounts of the same thing differ. Looks at everything: for idle moments and tests."""
-        refs = np.zeros(self.capacity, np.int64)
+        refs = self._loose.astype(np.int64)
+        assert (refs >= 0).all(), "a cell was let go more often than it was held"
         page_refs = np.zeros(len(self._page_refs), np.int64)
+        predecessors = np.full(self.capacity, -2)  # -2: not seen, -1: none
         for seq in np.flatnonzero(self._live).tolist():
             length = int(self._lengths[seq])
             cells = self._list(seq, 0, length)
             assert len(set(cells.tolist())) == length, f"sequence {seq} holds a cell twice"
             refs[cells] += 1
+            before = np.concatenate(([-1], cells[:-1]))[:length]
+            seen = predecessors[cells]
+            assert ((seen == -2) | (seen == before)).all(), f"sequence {seq} has a cell behind another than elsewhere"
+            predecessors[cells] = before
             page_refs[self.page_table[seq, : self._pages_for(length)]] += 1
         held = np.flatnonzero(refs)
         assert np.array_equal(refs, self._refs[: self.capacity]), "reference counts are not what the lists say"
@@ -191,6 +206,54 @@ class CellTable:
             self._lengths[clone] = length
         return clone
 
+    def seq_from(self, cells: npt.ArrayLike) -> int:
+        """A new sequence of held cells in position order, as a sequence began with them. Takes no free cell."""
+        cells = self._check_held(cells)
+        seq = self.seq_new()
+        self._refs[cells] += 1
+        self._write_list(seq, 0, cells)
+        self._lengths[seq] = cells.size
+        return seq
+
+    def rebase(self, seq: int, cells: npt.ArrayLike) -> None:
+        """Make `cells`, all held, the first cells of the sequence; what follows stays, its own first cells are let go.
+
+        For a sequence that computed what another one had computed already. Refused while cells that stay behind a
+        replaced one have another holder: they would follow one cell here and another one there.
+        """
+        self._check_live(seq)
+        cells = self._check_held(cells)
+        held, length = int(self._lengths[seq]), cells.size
+        if length > held:
+            raise InvalidPosition(f"cannot replace {length} cells of sequence {seq}: it holds {held}")
+        own = self._list(seq, 0, length)
+        differs = own != cells
+        if not differs.any():
+            return
+        if length < held and self._refs[own[-1]] > 1:
+            raise InvalidPosition(f"the first {length} cells of sequence {seq} have another holder: they must stay")
+        first = int(differs.argmax())
+        page = first >> self._page_bits
+        behind = np.concatenate((cells[page << self._page_bits :], self._list(seq, length, held)))
+        self._refs[cells[first:]] += 1
+        self._release(own[first:])
+        self._drop_pages(self.page_table[seq, page : self._pages_for(held)])
+        self._write_list(seq, page, behind)
+
+    def hold_cells(self, cells: npt.ArrayLike) -> None:
+        """Take a reference of each cell (no repeats), all of which have one already. It outlives their sequences."""
+        cells = self._check_held(cells)
+        self._refs[cells] += 1
+        self._loose[cells] += 1
+
+    def release_cells(self, cells: npt.ArrayLike) -> None:
+        """Give back what `hold_cells` took (no repeats): cells that nobody else holds become free."""
+        cells = self._check_held(cells)
+        if not (self._loose[cells] > 0).all():
+            raise InvalidPosition(f"cell {cells[self._loose[cells] == 0][0]} is held by sequences only")
+        self._loose[cells] -= 1
+        self._release(cells)
+
     def seq_rm(self, seq: int) -> None:
         """Drop the sequence: cells nobody else holds become free, the id is issued again."""
         self._check_live(seq)
@@ -207,11 +270,12 @@ class CellTable:
         self._truncate(seq, position)
 
     def clear(self) -> None:
-        """Free every cell and release every id."""
+        """Free every cell, held by a sequence or loosely, and release every id."""
         self._live[:] = False
         self._lengths[:] = 0
         self._births += 1
         self._refs[: self.capacity] = 0
+        self._loose[:] = 0
         self._block_free[:] = self._block_size
         self._free_cells = self.capacity
         self._used_end = 0
@@ -286,6 +350,17 @@ class CellTable:
         if not self.is_live(seq):
             raise UnknownSequence(f"sequence {seq} is not live")
 
+    def _check_held(self, cells: npt.ArrayLike) -> I32:
+        """`cells` as an array; InvalidPosition for one that is free or not in the pool."""
+        checked: I32 = np.asarray(cells, np.int32)
+        in_range = (checked >= 0) & (checked < self.capacity)
+        if not in_range.all():
+            raise InvalidPosition(f"cell {checked[~in_range][0]} is not in [0, {self.capacity})")
+        is_free = self._refs[checked] == 0
+        if is_free.any():
+            raise InvalidPosition(f"cell {checked[is_free][0]} is free: nobody can share it")
+        return checked
+
     def _check_room(self, tokens: int) -> None:
         if tokens > self._free_cells:
             raise CacheFull(f"a {tokens}-token step does not fit: {self._free_cells} cells free of {self.capacity}")
@@ -351,8 +426,35 @@ class CellTable:
         pages = self.page_table[seq_ids, positions >> self._page_bits].astype(np.int64)
         slots: I64 = (pages << self._page_bits) | (positions & self._page_mask)
         self._flat_pages[slots] = cells + 1
+        fills = np.flatnonzero((positions & self._page_mask) == self._page_mask)
+        if fills.size:
+            self._page_ending[cells[fills]] = pages[fills]
         if self.log is not None:
             self.log.pages.append(slots)
+
+    def _write_list(self, seq: int, first_page: int, cells: I32) -> None:
+        """Write `cells` into the list from its page `first_page` on, sharing full pages that say just that already."""
+        rows = cells + np.int32(1)
+        num_full = cells.size >> self._page_bits
+        full = rows[: num_full << self._page_bits].reshape(num_full, self.page_cells)
+        pages = self._page_ending[full[:, -1] - 1]
+        is_there = (self._page_refs[pages] > 0) & (self.pages[pages] == full).all(axis=1)
+        self._page_refs[pages[is_there]] += 1
+        missing = np.flatnonzero(~is_there)
+        fresh = self._take_pages(missing.size + (rows.size > full.size))
+        pages[missing] = fresh[: missing.size]
+        self.pages[pages[missing]] = full[missing]
+        self._page_ending[full[missing, -1] - 1] = pages[missing]
+        slots = (pages[missing].astype(np.int64)[:, None] << self._page_bits) + np.arange(self.page_cells)
+        written = [slots.reshape(-1)]
+        if rows.size > full.size:
+            tail = rows[full.size :]
+            self.pages[fresh[-1], : tail.size] = tail
+            written.append((int(fresh[-1]) << self._page_bits) + np.arange(tail.size))
+            pages = np.append(pages, fresh[-1])
+        if self.log is not None:
+            self.log.pages.extend(written)
+        self._set_pages(np.full(pages.size, seq), first_page + np.arange(pages.size), pages)
 
     def _own_tails(self, owners: I32, lengths: I64) -> None:
         """Give each owner that is about to write into a page it shares a page of its own."""

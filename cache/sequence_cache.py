@@ -70,6 +70,14 @@ class SequenceCache(CellCache):
                 raise UnknownSequence(f"sequence {src} is not live")
             raise Unsupported("a cache of a single sequence cannot clone it: use a batched-cell cache")
 
+    def seq_from(self, cells: npt.ArrayLike) -> int:
+        """Refused: Unsupported. Rings hold what no list of cells says."""
+        raise Unsupported("a cache of a single sequence cannot begin one with cells: use a batched-cell cache")
+
+    def rebase(self, seq: int, cells: npt.ArrayLike) -> None:
+        """Refused: Unsupported."""
+        raise Unsupported("a cache of a single sequence has no cells to begin with instead: use a batched-cell cache")
+
     def seq_rm(self, seq: int) -> None:
         with self._lock:
             super().seq_rm(seq)

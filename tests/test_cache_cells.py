@@ -238,6 +238,67 @@ def test_undo_leaves_alone_an_owner_removed_and_issued_anew():
     assert (table.pos(0), table.pos(1)) == (6, 2)
 
 
+# -- Cells without a sequence
+
+
+def test_d3_held_cells_outlive_their_sequence_and_begin_another():
+    table = table_with(5)
+    cells = table.cells_of(0, 0, 3)
+    table.hold_cells(cells)
+    table.seq_rm(0)
+    assert (table.free_cells, table.used_end) == (13, 3)
+    seq = table.seq_from(cells)
+    assert step(table, seq).positions.tolist() == [3]
+    table.release_cells(cells)
+    assert table.cells_of(seq).tolist() == [0, 1, 2, 3]
+    table.seq_rm(seq)
+    assert table.free_cells == 16
+    table.check_integrity()
+
+
+def test_a_cell_that_is_held_twice_is_let_go_twice():
+    table = table_with(2)
+    for _ in range(2):
+        table.hold_cells([1])
+    table.seq_rm(0)
+    table.release_cells([1])
+    assert table.free_cells == 15
+    table.release_cells([1])
+    assert table.free_cells == 16
+
+
+def test_a_rebased_sequence_goes_on_behind_the_others_cells_and_frees_its_own():
+    table = table_with(4, 6)
+    table.rebase(1, table.cells_of(0))
+    assert table.cells_of(1).tolist() == [0, 1, 2, 3, 8, 9]
+    assert step(table, 1).cells.tolist() == [4]
+    table.seq_rm(0)
+    assert table.cells_of(1).tolist() == [0, 1, 2, 3, 8, 9, 4]
+    table.check_integrity()
+
+
+def test_what_follows_cells_that_somebody_else_has_too_is_not_moved():
+    table = table_with(4, 6)
+    table.seq_clone(1, 5)
+    before = state_of(table)
+    with pytest.raises(InvalidPosition, match="another holder"):
+        table.rebase(1, table.cells_of(0))
+    assert state_of(table) == before
+
+
+def test_a_thousand_sequences_begun_with_a_long_list_share_its_pages():
+    table = CellTable(65536, 1024)
+    first = table.seq_new()
+    step(table, *[first] * 60000)
+    cells = table.cells_of(first)
+    table.hold_cells(cells)
+    table.seq_rm(first)
+    begun = [table.seq_from(cells) for _ in range(1024)]
+    step(table, *begun)
+    assert len(np.unique(table.page_table[begun, :14])) == 14
+    assert table.cells_of(begun[-1])[-2:].tolist() == [59999, 60000 + 1023]
+
+
 # -- Refusals
 
 
@@ -247,6 +308,13 @@ REFUSALS: list[tuple[str, Callable[[CellTable], object], type[CacheError]]] = [
     ("clone of an empty source", lambda t: t.seq_clone(2), InvalidPosition),
     ("clone of a negative prefix", lambda t: t.seq_clone(0, -1), InvalidPosition),
     ("removal of an unknown id", lambda t: t.seq_rm(3), UnknownSequence),
+    ("a sequence of a free cell", lambda t: t.seq_from([0, 6]), InvalidPosition),
+    ("a sequence of no cell of the pool", lambda t: t.seq_from([16]), InvalidPosition),
+    ("a hold of a free cell", lambda t: t.hold_cells([0, 6]), InvalidPosition),
+    ("a release of what only a sequence holds", lambda t: t.release_cells([0]), InvalidPosition),
+    ("a rebase of an unknown id", lambda t: t.rebase(3, [0]), UnknownSequence),
+    ("a rebase onto more cells than there are", lambda t: t.rebase(1, [0, 1, 2]), InvalidPosition),
+    ("a part of a list past its end", lambda t: t.cells_of(1, 1, 3), InvalidPosition),
     ("rewind of an unknown id", lambda t: t.rewind(7, 0), UnknownSequence),
     ("rewind below 0", lambda t: t.rewind(0, -1), InvalidPosition),
     ("rewind past the end", lambda t: t.rewind(0, 5), InvalidPosition),
@@ -337,7 +405,10 @@ def random_verbs(verbs: int, seed: int, *, capacity: int, max_sequences: int, pa
     table = CellTable(capacity, max_sequences, page_cells=page_cells)
     slow = SlowCells(capacity, max_sequences)
     kinds = ["place", "seq_new", "seq_clone", "seq_rm", "rewind", "undo", "clear"]
-    odds = [0.42, 0.14, 0.14, 0.1, 0.12, 0.075, 0.005]
+    odds = [0.36, 0.1, 0.1, 0.1, 0.12, 0.045, 0.005]
+    kinds += ["hold", "let go", "seq_from", "rebase"]
+    odds += [0.05, 0.04, 0.05, 0.03]
+    kept: list[list[int]] = []  # beginnings of sequences that are held loosely
     for turn, kind in enumerate(rng.choice(kinds, size=verbs, p=odds)):
         is_wild = rng.random() < 0.1 or not slow.lists
         seq = int(rng.integers(-1, max_sequences + 1)) if is_wild else int(rng.choice([*slow.lists]))
@@ -351,6 +422,15 @@ def random_verbs(verbs: int, seed: int, *, capacity: int, max_sequences: int, pa
             both(table, slow, kind, seq, position)
         elif kind == "place":
             both(table, slow, kind, ids)
+        elif kind == "hold":
+            kept.append(slow.lists.get(seq, [])[: max(position, 0)])
+            both(table, slow, "hold_cells", kept[-1])
+        elif kind == "let go":
+            both(table, slow, "release_cells", kept.pop(int(rng.integers(len(kept)))) if kept else [capacity])
+        elif kind in ("seq_from", "rebase"):
+            cells = kept[int(rng.integers(len(kept)))] if kept else []
+            cells = cells[: int(rng.integers(len(cells) + 1))]
+            both(table, slow, kind, *([cells] if kind == "seq_from" else [seq, cells]))
         elif kind == "undo":
             if 0 < len(ids) <= table.free_cells:
                 before = state_of(table)
@@ -358,6 +438,8 @@ def random_verbs(verbs: int, seed: int, *, capacity: int, max_sequences: int, pa
                 assert state_of(table) == before
         else:
             both(table, slow, kind)
+            if kind == "clear":
+                kept.clear()
         assert state_of(table)[0] == slow.lists
         assert (table.free_cells, table.used_end) == (slow.free_cells, slow.used_end)
         if turn % 16 == 0:

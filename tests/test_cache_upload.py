@@ -188,3 +188,21 @@ def test_after_any_verbs_the_devices_lists_are_the_tables(delta_entries):
                 bench.check_lists()
             cache.undo_step() if kind == "undo" else cache.commit_step()
     table.check_integrity()
+
+
+def test_lists_built_from_cells_arrive_and_shared_pages_are_not_sent_again():
+    bench = Bench(page_cells=4)
+    first, second = bench.cache.seq_new(), bench.cache.seq_new()
+    bench.run([first] * 8)
+    bench.run([second] * 7)
+    cells = bench.cache.cells_of(first)
+    bench.cache.hold_cells(cells)
+    bench.cache.seq_rm(first)
+    begun = bench.cache.seq_from(cells[:6])
+    bench.cache.rebase(second, cells[:5])
+    bench.run([begun, second])
+    bench.stream.drain()
+    bench.check_lists()
+    assert bench.table.cells_of(second).tolist()[:5] == cells[:5].tolist()
+    assert bench.table.page_table[begun, 0] == bench.table.page_table[second, 0]
+    bench.table.check_integrity()

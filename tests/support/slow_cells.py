@@ -16,14 +16,18 @@ class SlowCells:
         self.capacity = capacity
         self.max_sequences = max_sequences
         self.lists: dict[int, list[int]] = {}
+        self.loose: list[int] = []
+        """Cells held without a sequence, as often as they are."""
 
     @property
-    def holders(self) -> dict[int, set[int]]:
-        """Held cell -> the sequences that hold it."""
-        found: dict[int, set[int]] = {}
+    def holders(self) -> dict[int, list[int]]:
+        """Held cell -> the sequences that hold it, -1 for each loose reference."""
+        found: dict[int, list[int]] = {}
         for seq, cells in self.lists.items():
             for cell in cells:
-                found.setdefault(cell, set()).add(seq)
+                found.setdefault(cell, []).append(seq)
+        for cell in self.loose:
+            found.setdefault(cell, []).append(-1)
         return found
 
     @property
@@ -62,8 +66,42 @@ class SlowCells:
             raise InvalidPosition
         del cells[position:]
 
+    def seq_from(self, cells: Sequence[int]) -> int:
+        self._check_held(cells)
+        seq = self.seq_new()
+        self.lists[seq] = list(cells)
+        return seq
+
+    def rebase(self, seq: int, cells: Sequence[int]) -> None:
+        own = self._list(seq)
+        self._check_held(cells)
+        length = len(cells)
+        if length > len(own):
+            raise InvalidPosition
+        if own[:length] == list(cells):
+            return
+        if length < len(own) and len(self.holders[own[length - 1]]) > 1:
+            raise InvalidPosition
+        own[:length] = cells
+
+    def hold_cells(self, cells: Sequence[int]) -> None:
+        self._check_held(cells)
+        self.loose += cells
+
+    def release_cells(self, cells: Sequence[int]) -> None:
+        self._check_held(cells)
+        if not set(cells) <= set(self.loose):
+            raise InvalidPosition
+        for cell in cells:
+            self.loose.remove(cell)
+
+    def _check_held(self, cells: Sequence[int]) -> None:
+        if not set(cells) <= self.holders.keys():
+            raise InvalidPosition
+
     def clear(self) -> None:
         self.lists.clear()
+        self.loose.clear()
 
     def place(self, seq_ids: Sequence[int]) -> list[int]:
         """The cells of the tokens, in order."""
