@@ -6,6 +6,7 @@ Imports torch and the model, so the server never imports it; the engine process 
 from __future__ import annotations
 
 import atexit
+import logging
 import shutil
 import tempfile
 import time
@@ -24,8 +25,10 @@ from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
 from engine.types import EngineInfo, GenerationDefaults
 from static_graphs.loading import default_model, export_tokenizer
-from static_graphs.model import ModelLoadError, load_model
+from static_graphs.model import LoadedModel, ModelLoadError, load_model
 from static_graphs.pack import pack_linears
+
+logger = logging.getLogger(__name__)
 
 CPU_WIDTHS = (1, 2, 4, 8, 16)
 """Padding is free where a step waits for weights; wider steps run at their exact size."""
@@ -51,7 +54,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
             seed=config.seed,
         )
         if not config.enforce_eager:
-            pack_linears(model)
+            _quicken(model)
         tokenizer_dir, num_token_ids = _export_tokenizer(name)
     except ModelLoadError as error:
         raise ModelError(str(error)) from error
@@ -93,6 +96,16 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         created_s=int(time.time()),
     )
     return EngineLoop(executor, limits), info
+
+
+def _quicken(model: LoadedModel) -> None:
+    """Make the same model faster where this device has a way to. Raises ModelLoadError where the proof fails."""
+    if model.device.type == "cuda":
+        from static_graphs.fuse import fuse  # needs triton, which is there wherever torch has CUDA
+
+        logger.info("%s", fuse(model))
+    else:
+        pack_linears(model)
 
 
 def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, int]) -> SchedulerLimits:

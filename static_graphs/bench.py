@@ -86,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         fields = dict(SHAPES[shape])
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         model = model_from_config(config, device=device, dtype=torch.bfloat16, max_model_len=args.context + 64)
+        if not args.unfused:
+            from static_graphs.fuse import fuse  # needs triton
+
+            fuse(model)
         for rows in map(int, args.rows.split(",")):
             case = f"{shape} rows={rows} ctx={args.context}"
             with torch.inference_mode():
@@ -218,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", default="8b,0.6b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--rows", default="1,8,64,256")
     parser.add_argument("--context", type=int, default=1024, help="tokens each row attends")
+    parser.add_argument("--unfused", action="store_true", help="the model's own kernels, as under --enforce-eager")
     return parser
 
 

@@ -1,14 +1,16 @@
 """Binds a transformers model's attention to the cell cache, and finds out what each of its layers stores and sees.
 
-transformers models ask two registries for code by name: one for attention, one for masks. Two names are ours:
+transformers models ask two registries for code by name: one for attention, one for masks. Three names are ours:
 
 - "cells", for serving. The step arrives as the keyword `step=` of the model's call; what is fixed at load (the layer's
   id and reach) stands on the attention module as `cell_layer`. No mask function goes by this name, so transformers
   builds no mask (which would also wait for the device in every step).
 - "cells_trace", for one tiny run at load. Its mask function hands on a `TracedMask` in place of a mask, so that a
   window which a model only puts into its masks is seen; its attention function records what every layer was given.
+- "cells_probe", for finding out what a layer's parts compute (fuse.py): it notes what attention was asked and answers
+  with random rows. It has no mask function either.
 
-Nothing here is global but the two registrations, which hold no state.
+Nothing here is global but the registrations, which hold no state.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from static_graphs.load_errors import UnsupportedModel
 
 CELLS = "cells"
 CELLS_TRACE = "cells_trace"
+CELLS_PROBE = "cells_probe"
 
 TRACE_TOKENS = 8
 
@@ -84,10 +87,32 @@ class Trace:
     calls: list[LayerCall] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What an attention module asked of attention, and the random answer it got."""
+
+    query: torch.Tensor  # [1, H, W, Dk]
+    key: torch.Tensor  # [1, KV, W, Dk]
+    value: torch.Tensor  # [1, KV, W, Dv]
+    answer: torch.Tensor  # [1, W, H, Dv]
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Probe:
+    """Travels as `step=` of a probing call. A module that attends more than once is left out of `asked`."""
+
+    asked: dict[torch.nn.Module, Asked] = field(default_factory=dict)
+    again: set[torch.nn.Module] = field(default_factory=set)
+
+
 def register() -> None:
-    """Make the two names known to transformers. Idempotent."""
+    """Make the names known to transformers. Idempotent."""
     AttentionInterface.register(CELLS, _serve_attention)
     AttentionInterface.register(CELLS_TRACE, _trace_attention)
+    AttentionInterface.register(CELLS_PROBE, _probe_attention)
     AttentionMaskInterface.register(CELLS_TRACE, _trace_mask)
 
 
@@ -178,6 +203,28 @@ def _serve_attention(
         sinks=s_aux,
     )
     return out[None], None
+
+
+def _probe_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    *,
+    step: Probe,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = torch.randn(1, query.shape[2], query.shape[1], value.shape[3], dtype=torch.float32, device=query.device)
+    answer = rows.to(query.dtype)
+    if module in step.asked:
+        step.again.add(module)
+    step.asked[module] = Asked(query, key, value, answer, scale, softcap, s_aux)
+    return answer, None
 
 
 def _trace_attention(

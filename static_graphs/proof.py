@@ -28,10 +28,13 @@ _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
-def prove(model: LoadedModel) -> None:
-    """Raise UnsupportedModel where the packed forward is not the model's own. Leaves the model set to serve."""
+def prove(model: LoadedModel, own: torch.Tensor | None = None) -> None:
+    """Raise UnsupportedModel where the packed forward is not the model's own. Leaves the model set to serve.
+
+    own: what `own_logits` gave earlier, where the module was changed since.
+    """
     try:
-        errors = row_errors(model, _PIECES)
+        errors = row_errors(model, _PIECES, own)
     except UnsupportedModel:
         raise
     except Exception as error:  # a model's own code on input it was not written for
@@ -46,17 +49,27 @@ def prove(model: LoadedModel) -> None:
         )
 
 
-def row_errors(model: LoadedModel, pieces: Sequence[tuple[int, ...]]) -> torch.Tensor:
+def own_logits(model: LoadedModel) -> torch.Tensor:
+    """[rows, V] f32: the module's own logits of the proof's sequences."""
+    with torch.inference_mode():
+        return _eager(model, _sequences(model, _PIECES))
+
+
+def row_errors(model: LoadedModel, pieces: Sequence[tuple[int, ...]], own: torch.Tensor | None = None) -> torch.Tensor:
     """[rows] f32: how far each row's packed logits lie from its eager ones, as a share of the largest logit.
 
     pieces: for each step, how many tokens of each sequence it holds.
     """
-    lengths = [sum(counts) for counts in zip(*pieces, strict=True)]
-    sequences = [[(17 * i + 5 * s) % (model.vocab_size - 3) + 3 for i in range(n)] for s, n in enumerate(lengths)]
+    sequences = _sequences(model, pieces)
     with torch.inference_mode():
         packed = _packed(model, sequences, pieces)
-        expected = _eager(model, sequences)
+        expected = _eager(model, sequences) if own is None else own
     return (packed - expected).abs().amax(dim=1) / expected.abs().amax()
+
+
+def _sequences(model: LoadedModel, pieces: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    lengths = [sum(counts) for counts in zip(*pieces, strict=True)]
+    return [[(17 * i + 5 * s) % (model.vocab_size - 3) + 3 for i in range(n)] for s, n in enumerate(lengths)]
 
 
 def _packed(model: LoadedModel, sequences: list[list[int]], pieces: Sequence[tuple[int, ...]]) -> torch.Tensor:

@@ -34,6 +34,7 @@ def check(
     tolerance: float = 1e-5,
     num_splits: int = 1,
     tile_rows: int = 1,
+    page_cells: int = 8,
     **extras: Any,
 ) -> None:
     pool = plain_pool(200, kv_heads=heads[1], k_dim=dims[0], v_dim=dims[1], dtype=dtype)
@@ -42,7 +43,7 @@ def check(
         kept = store[owned].clone()
         store.fill_(float("nan"))
         store[owned] = kept
-    step = build_step(pool, cells, rows, reaches=[reach], width=width)
+    step = build_step(pool, cells, rows, reaches=[reach], width=width, page_cells=page_cells)
     query = torch.randn(step.width, heads[0], dims[0]).to(dtype)
     args = (query, pool.keys[0], pool.values[0], step)
     out = triton_cells.attend_cells(*args, reach=reach, scale=0.3, num_splits=num_splits, tile_rows=tile_rows, **extras)
@@ -60,6 +61,13 @@ CHUNK = [(0, position) for position in range(66, 74)]
 def test_decodes_of_any_length_merge_over_any_number_of_parts(num_splits: int) -> None:
     """More parts than a short row has blocks leave some without a cell."""
     check(SCATTERED, DECODES, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("reach", [ALL, Reach("window", 70)])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_pages_of_whole_blocks_are_read_block_by_block(num_splits: int, reach: Reach) -> None:
+    """Runs over several pages, and windows that begin in the middle of a block."""
+    check(SCATTERED, [*CHUNK, *DECODES], page_cells=64, num_splits=num_splits, reach=reach, tile_rows=4)
 
 
 @pytest.mark.parametrize(("tile_rows", "num_splits"), [(1, 1), (4, 1), (4, 2), (8, 1)])
@@ -112,7 +120,7 @@ def test_a_query_that_is_a_transposed_view_is_read_through_its_strides() -> None
 
 
 @pytest.mark.parametrize(
-    ("width", "group", "expected"), [(1, 4, 1), (8, 4, 1), (256, 4, 16), (256, 3, 16), (256, 1, 64), (256, 128, 1)]
+    ("width", "group", "expected"), [(1, 4, 1), (32, 4, 1), (256, 4, 16), (256, 3, 16), (256, 1, 64), (256, 128, 1)]
 )
 def test_tiles_fill_a_matrix_product_and_never_outgrow_the_step(width: int, group: int, expected: int) -> None:
     assert triton_cells.default_tile_rows(width, group, triton_cells.block_shape(128, upcast=False)) == expected

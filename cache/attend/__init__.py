@@ -12,7 +12,7 @@ from cache.attend import cpu_runs
 from cache.geometry import InvalidProgram, Reach
 from cache.step import CellStep
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_stored"]
 
 
 def attend(
@@ -48,6 +48,34 @@ def attend(
         raise InvalidProgram(f"layer {layer} has sinks {list(sinks.shape)} for {query.shape[1]} query heads")
     keys.index_copy_(0, step.write_rows, key.to(keys.dtype))
     values.index_copy_(0, step.write_rows, value.to(values.dtype))
+    return _read(query, keys, values, step, reach, scale, softcap, sinks)
+
+
+def attend_stored(
+    query: torch.Tensor,
+    layer: int,
+    step: CellStep,
+    *,
+    reach: Reach,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend` where a kernel has stored the rows' K/V already. query [W, H, Dk] -> [W, H, Dv]."""
+    step = step.rings.get(reach, step)
+    return _read(query, step.pool.keys[layer], step.pool.values[layer], step, reach, scale, softcap, sinks)
+
+
+def _read(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: CellStep,
+    reach: Reach,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     if query.device.type == "cuda":
         from cache.attend import triton_cells
 

@@ -6,7 +6,7 @@
 
 Which rows take which way, and how long their runs are, is read on the device: the grid depends on the width alone, so
 a captured graph serves any mix. A run is cut into `num_splits` equal parts so that a few long rows still fill the GPU;
-the parts' partial sums are merged by `_merge_splits`, or written out at once where there is one part.
+the parts' partial sums are merged by whichever program finishes last, which `counters` tells it.
 
 The interpreter (TRITON_INTERPRET=1, no GPU) runs the same kernels except for bfloat16, which it gets wrong.
 """
@@ -17,17 +17,20 @@ The interpreter (TRITON_INTERPRET=1, no GPU) runs the same kernels except for bf
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cache.geometry import Reach
 from cache.step import CellStep
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PROGRAMS_PER_MULTIPROCESSOR = 4
-MAX_SPLITS = 32
+PROGRAMS_PER_MULTIPROCESSOR = 2
+MAX_SPLITS = 16
+MIN_TILES = 4
 
 
 def attend_cells(
@@ -42,10 +45,12 @@ def attend_cells(
     sinks: torch.Tensor | None = None,
     num_splits: int | None = None,
     tile_rows: int | None = None,
+    shape: BlockShape | None = None,
 ) -> torch.Tensor:
     """query [W, H, Dk], keys [rows, KV, Dk], values [rows, KV, Dv], sinks [H] -> [W, H, Dv] in query's dtype.
 
-    num_splits, tile_rows: powers of two; chosen from the shapes alone when None. Launches only, no synchronisation.
+    num_splits, tile_rows: powers of two; chosen, like the shape, from the tensors' shapes alone when None. Launches
+    only, no synchronisation.
     """
     width, num_heads, k_dim = query.shape
     num_kv_heads, v_dim = values.shape[1:]
@@ -56,16 +61,17 @@ def attend_cells(
         num_splits = default_splits(width * num_kv_heads, query.device)
     padded_k, padded_v = _pad(k_dim), _pad(v_dim)
     upcast = query.dtype == torch.float32
-    shape = block_shape(max(padded_k, padded_v), upcast)
-    if tile_rows is None:
-        tile_rows = default_tile_rows(width, group, shape)
     out = query.new_empty(width, num_heads, v_dim)
     # Partial results of each part of each row's run; not touched when there is one part.
     partial = (width, num_heads, num_splits) if num_splits > 1 else (1, 1, 1)
     peaks = torch.empty(*partial, dtype=torch.float32, device=query.device)
     sums = torch.empty(*partial, dtype=torch.float32, device=query.device)
     outs = torch.empty(*partial, v_dim, dtype=torch.float32, device=query.device)
+    tiled = shape or block_shape(max(padded_k, padded_v), upcast)
+    if tile_rows is None:
+        tile_rows = default_tile_rows(width, group, tiled)
     for rows_each in dict.fromkeys((1, tile_rows)):
+        shape = tiled if rows_each > 1 else shape or decode_shape(max(padded_k, padded_v), upcast)
         _attend_splits[(triton.cdiv(width, rows_each), num_kv_heads, num_splits)](
             query,
             keys,
@@ -80,6 +86,7 @@ def attend_cells(
             peaks,
             sums,
             outs,
+            _counters(step, width * num_kv_heads, query.device) if num_splits > 1 else step.table_row,
             width,
             scale,
             1.0 if softcap is None else softcap,
@@ -105,22 +112,30 @@ def attend_cells(
             HAS_SINKS=sinks is not None,
             UPCAST=upcast,
             num_warps=shape.warps,
-            num_stages=2,
-        )
-    if num_splits > 1:
-        _merge_splits[(width, num_heads)](
-            peaks,
-            sums,
-            outs,
-            sinks if sinks is not None else query,
-            out,
-            V_DIM=v_dim,
-            PADDED_V=padded_v,
-            SPLITS=num_splits,
-            HAS_SINKS=sinks is not None,
-            num_warps=2,
+            num_stages=shape.stages,
+            **_overlapped(query.device),
         )
     return out
+
+
+def _counters(step: CellStep, size: int, device: torch.device) -> torch.Tensor:
+    """[size] i32: how many parts of each row and K/V head are done. Zero before and after every launch.
+
+    Made once a step. A captured step makes its own, inside the capture, so that its graph owns and clears them.
+    """
+    key = ("counters", size, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    if key not in step.plans:
+        step.plans[key] = torch.zeros(size, dtype=torch.int32, device=device)
+    counters = step.plans[key]
+    assert isinstance(counters, torch.Tensor)
+    return counters
+
+
+def _overlapped(device: torch.device) -> dict[str, Any]:
+    """On sm_90 a launch may begin while the one before it ends: the kernel waits for it itself (`gdc_wait`)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 def default_splits(programs: int, device: torch.device) -> int:
@@ -138,6 +153,7 @@ class BlockShape:
     product_rows: int  # rows of a tile times query heads of a group, at most
     cells: int  # cells an inner block visits
     warps: int
+    stages: int = 2  # blocks whose K/V are under way at once
 
 
 def block_shape(head_width: int, upcast: bool) -> BlockShape:
@@ -149,10 +165,20 @@ def block_shape(head_width: int, upcast: bool) -> BlockShape:
     return BlockShape(64, 32, 8) if head_width <= 256 else BlockShape(32, 16, 8)
 
 
+def decode_shape(head_width: int, upcast: bool) -> BlockShape:
+    """For rows that run alone, which wait for memory: more cells at once than their few heads could use."""
+    if upcast or head_width > 128:
+        return block_shape(head_width, upcast)
+    return BlockShape(16, 128, 4)
+
+
 def default_tile_rows(width: int, group: int, shape: BlockShape) -> int:
-    """Rows that share their K/V loads when they are of one sequence. A power of two; 1 turns tiles off."""
+    """Rows that share their K/V loads when they are of one sequence. A power of two; 1 turns tiles off.
+
+    Off in narrow steps too: there the second launch costs every decode more than a short chunk gains by it.
+    """
     rows = 1 << max(1, shape.product_rows // group).bit_length() - 1
-    return rows if rows <= width else 1
+    return rows if width >= MIN_TILES * rows else 1
 
 
 def _pad(size: int) -> int:
@@ -175,6 +201,7 @@ def _attend_splits(
     peaks,  # [W, H, SPLITS] f32: largest score of the part, in powers of two
     sums,  # [W, H, SPLITS] f32: sum of 2 ** (score - peak)
     outs,  # [W, H, SPLITS, V_DIM] f32: values weighted by the same
+    counters,  # [W, KV] i32: parts that are done; zero before and after
     width,
     scale,
     softcap,
@@ -199,11 +226,15 @@ def _attend_splits(
     HAS_SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SINKS: tl.constexpr,  # noqa: N803
     UPCAST: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
     """One part of the runs of ROWS rows, for the GROUP query heads of one K/V head: M = ROWS * GROUP, padded."""
     first_row = tl.program_id(0) * ROWS
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()  # also where there is nothing to do: what is launched behind relies on all that came before
     owner = tl.load(table_row + first_row)
     if TILE > 1:
         # Both launches ask the same question of the same tile, so each row is served by exactly one of them.
@@ -219,11 +250,14 @@ def _attend_splits(
     is_row = (m < ROWS * GROUP) & (row < width)
     start = tl.load(starts + row, mask=is_row, other=2147483647)
     end = tl.where(is_row, start + tl.load(counts + row, mask=is_row, other=0), 0)
-    low = tl.min(start, 0)
-    high = tl.max(end, 0)
-    part = tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK) * BLOCK
+    first = tl.min(start, 0)
+    last = tl.max(end, 0)
+    # Where every block lies within a page, its cells are one aligned load and its page is looked up once a page.
+    ALIGNED: tl.constexpr = PAGE_CELLS % BLOCK == 0  # noqa: N806
+    low = first // BLOCK * BLOCK if ALIGNED else first
+    part = tl.cdiv(tl.cdiv(last - low, SPLITS), BLOCK) * BLOCK
     low += split * part
-    high = tl.minimum(low + part, high)
+    high = tl.minimum(low + part, last)
 
     operand: tl.constexpr = tl.float32 if UPCAST else query.dtype.element_ty
     k_lane = tl.arange(0, PADDED_K)
@@ -236,37 +270,48 @@ def _attend_splits(
     peak = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     weighted = tl.zeros([M, PADDED_V], tl.float32)
-    for block in range(low, high, BLOCK):
-        position = block + tl.arange(0, BLOCK)
-        is_cell = position < high
-        page = tl.load(page_table + owner * page_table_stride + position // PAGE_CELLS, mask=is_cell, other=0)
-        cell = tl.load(pages + page.to(tl.int64) * PAGE_CELLS + position % PAGE_CELLS, mask=is_cell, other=0)
-        cell = cell.to(tl.int64)
-        k = tl.load(
-            keys + cell[None, :] * key_row_stride + kv_head * key_head_stride + k_lane[:, None],
-            mask=is_cell[None, :] & (k_lane < K_DIM)[:, None],
-            other=0.0,
-        ).to(operand)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh(x) from 2 ** -|x|, which never overflows.
-            falling = tl.exp2(tl.abs(scores) * (-2.0 * LOG2E / softcap))
-            scores = tl.where(scores < 0, -softcap, softcap) * (1.0 - falling) / (1.0 + falling)
-        sees = is_cell[None, :] & (position[None, :] >= start[:, None]) & (position[None, :] < end[:, None])
-        scores = tl.where(sees, scores * LOG2E, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # A row that has seen nothing yet has no peak: subtract 0 instead of -inf - -inf.
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(peak - base)
-        v = tl.load(
-            values + cell[:, None] * value_row_stride + kv_head * value_head_stride + v_lane[None, :],
-            mask=is_cell[:, None] & (v_lane < V_DIM)[None, :],
-            other=0.0,
-        ).to(operand)
-        weighted = weighted * decay[:, None] + tl.dot(weights.to(operand), v, input_precision="ieee")
-        total = total * decay + tl.sum(weights, 1)
-        peak = new_peak
+    for page in range(low // PAGE_CELLS if ALIGNED else 0, tl.cdiv(high, PAGE_CELLS) if ALIGNED else 1):
+        page_low = low
+        page_high = high
+        cells = pages
+        if ALIGNED:
+            page_low = tl.maximum(low, page * PAGE_CELLS)
+            page_high = tl.minimum(high, (page + 1) * PAGE_CELLS)
+            cells += (tl.load(page_table + owner * page_table_stride + page).to(tl.int64) - page) * PAGE_CELLS
+        # The cells of the next block are looked up while this one's K/V are under way.
+        cell = _cells_at(cells, page_table, owner, page_table_stride, page_low, page_high, ALIGNED, PAGE_CELLS, BLOCK)
+        for block in range(page_low, page_high, BLOCK):
+            position = block + tl.arange(0, BLOCK)
+            is_cell = (position >= first) & (position < high)
+            following = _cells_at(
+                cells, page_table, owner, page_table_stride, block + BLOCK, page_high, ALIGNED, PAGE_CELLS, BLOCK
+            )
+            k = tl.load(
+                keys + cell[None, :] * key_row_stride + kv_head * key_head_stride + k_lane[:, None],
+                mask=is_cell[None, :] & (k_lane < K_DIM)[:, None],
+                other=0.0,
+            ).to(operand)
+            scores = tl.dot(q, k, input_precision="ieee") * scale
+            if HAS_SOFTCAP:
+                # tanh(x) from 2 ** -|x|, which never overflows.
+                falling = tl.exp2(tl.abs(scores) * (-2.0 * LOG2E / softcap))
+                scores = tl.where(scores < 0, -softcap, softcap) * (1.0 - falling) / (1.0 + falling)
+            sees = is_cell[None, :] & (position[None, :] >= start[:, None]) & (position[None, :] < end[:, None])
+            scores = tl.where(sees, scores * LOG2E, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            # A row that has seen nothing yet has no peak: subtract 0 instead of -inf - -inf.
+            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - base[:, None])
+            decay = tl.exp2(peak - base)
+            v = tl.load(
+                values + cell[:, None] * value_row_stride + kv_head * value_head_stride + v_lane[None, :],
+                mask=is_cell[:, None] & (v_lane < V_DIM)[None, :],
+                other=0.0,
+            ).to(operand)
+            weighted = weighted * decay[:, None] + tl.dot(weights.to(operand), v, input_precision="ieee")
+            total = total * decay + tl.sum(weights, 1)
+            peak = new_peak
+            cell = following
 
     num_heads = tl.num_programs(1) * GROUP
     place = row.to(tl.int64) * num_heads + head
@@ -284,46 +329,145 @@ def _attend_splits(
             mask=is_row[:, None] & (v_lane < V_DIM)[None, :],
         )
     else:
-        place = place * SPLITS + split
-        tl.store(peaks + place, peak, mask=is_row)
-        tl.store(sums + place, total, mask=is_row)
+        # A part without cells has peak -inf and sum 0; its values are neither written nor read.
+        tl.store(peaks + place * SPLITS + split, peak, mask=is_row)
+        tl.store(sums + place * SPLITS + split, total, mask=is_row)
         tl.store(
-            outs + place[:, None] * V_DIM + v_lane[None, :],
+            outs + (place * SPLITS + split)[:, None] * V_DIM + v_lane[None, :],
             weighted,
-            mask=is_row[:, None] & (v_lane < V_DIM)[None, :],
+            mask=(is_row & (peak > -float("inf")))[:, None] & (v_lane < V_DIM)[None, :],
         )
+        counter = counters + first_row * tl.num_programs(1) + kv_head
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        if tl.atomic_add(counter, 1) == SPLITS - 1:
+            tl.store(counter, 0)
+            if ROWS == 1:
+                for member in tl.static_range(GROUP):
+                    _merge_one(
+                        peaks,
+                        sums,
+                        outs,
+                        sinks,
+                        out,
+                        first_row.to(tl.int64) * num_heads + kv_head * GROUP + member,
+                        kv_head * GROUP + member,
+                        V_DIM,
+                        PADDED_V,
+                        SPLITS,
+                        HAS_SINKS,
+                    )
+            else:
+                _merge_tile(peaks, sums, outs, sinks, out, place, head, is_row, M, V_DIM, PADDED_V, SPLITS, HAS_SINKS)
 
 
 @triton.jit
-def _merge_splits(
+def _cells_at(
+    cells,
+    page_table,
+    owner,
+    page_table_stride,
+    low,
+    high,
+    ALIGNED: tl.constexpr,  # noqa: N803
+    PAGE_CELLS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """[BLOCK] i64: the pool rows of positions low .. low + BLOCK - 1 of a sequence, 0 from `high` on.
+
+    ALIGNED: cells + position is an entry of the page; otherwise cells is the first page.
+    """
+    position = low + tl.arange(0, BLOCK)
+    is_cell = position < high
+    if ALIGNED:
+        cell = tl.load(cells + position, mask=is_cell, other=0)
+    else:
+        page = tl.load(page_table + owner * page_table_stride + position // PAGE_CELLS, mask=is_cell, other=0)
+        cell = tl.load(cells + page.to(tl.int64) * PAGE_CELLS + position % PAGE_CELLS, mask=is_cell, other=0)
+    return cell.to(tl.int64)
+
+
+@triton.jit
+def _merge_one(
     peaks,
     sums,
     outs,
     sinks,
     out,
+    place,
+    head,
     V_DIM: tl.constexpr,  # noqa: N803
     PADDED_V: tl.constexpr,  # noqa: N803
     SPLITS: tl.constexpr,  # noqa: N803
     HAS_SINKS: tl.constexpr,  # noqa: N803
 ):
-    """One row and head: the parts' sums brought to one peak and added. A part without cells has peak -inf, sum 0."""
-    head = tl.program_id(1)
-    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head
+    """One row and head: the parts' sums brought to one peak and added, all parts at once.
+
+    Other programs wrote them: they are read past the L1 cache.
+    """
     split = tl.arange(0, SPLITS)
     v_lane = tl.arange(0, PADDED_V)
-    peak = tl.load(peaks + place * SPLITS + split)
+    peak = tl.load(peaks + place * SPLITS + split, cache_modifier=".cg")
     base = tl.max(peak, 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         base = tl.maximum(base, sink)
     decay = tl.exp2(peak - base)
-    total = tl.sum(tl.load(sums + place * SPLITS + split) * decay, 0)
+    total = tl.sum(tl.load(sums + place * SPLITS + split, cache_modifier=".cg") * decay, 0)
     if HAS_SINKS:
         total += tl.exp2(sink - base)
     weighted = tl.load(
         outs + (place * SPLITS + split)[:, None] * V_DIM + v_lane[None, :],
-        mask=(v_lane < V_DIM)[None, :] & (split >= 0)[:, None],
+        mask=(peak > -float("inf"))[:, None] & (v_lane < V_DIM)[None, :],
         other=0.0,
+        cache_modifier=".cg",
     )
     result = tl.sum(weighted * decay[:, None], 0) / total
     tl.store(out + place * V_DIM + v_lane, result.to(out.dtype.element_ty), mask=v_lane < V_DIM)
+
+
+@triton.jit
+def _merge_tile(
+    peaks,
+    sums,
+    outs,
+    sinks,
+    out,
+    place,  # [M]
+    head,  # [M]
+    is_row,  # [M]
+    M: tl.constexpr,  # noqa: N803
+    V_DIM: tl.constexpr,  # noqa: N803
+    PADDED_V: tl.constexpr,  # noqa: N803
+    SPLITS: tl.constexpr,  # noqa: N803
+    HAS_SINKS: tl.constexpr,  # noqa: N803
+):
+    """All rows and heads of a tile, part by part."""
+    v_lane = tl.arange(0, PADDED_V)
+    base = tl.full([M], -float("inf"), tl.float32)
+    if HAS_SINKS:
+        base = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+    sink = base
+    for split in range(SPLITS):
+        peak = tl.load(peaks + place * SPLITS + split, mask=is_row, other=0.0, cache_modifier=".cg")
+        base = tl.maximum(base, peak)
+    total = tl.where(is_row, 0.0, 1.0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - base)
+    weighted = tl.zeros([M, PADDED_V], tl.float32)
+    for split in range(SPLITS):
+        at = place * SPLITS + split
+        peak = tl.load(peaks + at, mask=is_row, other=-float("inf"), cache_modifier=".cg")
+        decay = tl.exp2(peak - base)
+        total += tl.load(sums + at, mask=is_row, other=0.0, cache_modifier=".cg") * decay
+        values = tl.load(
+            outs + at[:, None] * V_DIM + v_lane[None, :],
+            mask=(peak > -float("inf"))[:, None] & (v_lane < V_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weighted += values * decay[:, None]
+    tl.store(
+        out + place[:, None] * V_DIM + v_lane[None, :],
+        (weighted / total[:, None]).to(out.dtype.element_ty),
+        mask=is_row[:, None] & (v_lane < V_DIM)[None, :],
+    )

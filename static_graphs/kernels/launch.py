@@ -1,0 +1,28 @@
+"""How every kernel here is launched: back to back on the device, where it can be told so.
+
+On sm_90 a kernel may start while the one before it still runs (programmatic dependent launch). The rule that makes it
+right: a kernel touches nothing that another kernel wrote, or may still read, before `gdc_wait`; and every program of
+every kernel waits, also one that has nothing to do, so that the one behind it may rely on all that came before.
+Weights are written by no kernel, so they are fetched ahead of the wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def overlapped(device: torch.device) -> dict[str, Any]:
+    """The launch arguments of a kernel that has a PDL constexpr."""
+    return {"PDL": True, "launch_pdl": True} if _overlaps(device) else {"PDL": False}
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def next_power(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()

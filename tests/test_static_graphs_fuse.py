@@ -1,0 +1,124 @@
+"""Lowering loaded models: what is recognised, what is left, and that nothing changes but the number of kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+if torch.cuda.is_available():
+    pytest.skip("the kernels run compiled here, in tests/gpu/test_gpu_fuse.py", allow_module_level=True)
+
+from static_graphs.fuse import fuse
+from static_graphs.model import LoadedModel, model_from_config
+from support.packed_runs import PackedRun
+from support.tiny_models import tiny
+
+
+def logits(model: LoadedModel) -> torch.Tensor:
+    run = PackedRun(model, seed=0)
+    a, b = run.open(), run.open()
+    return torch.cat([run.step([(a, 5), (a, 9), (b, 40), (a, 2)], width=5), run.step([(b, 12), (a, 7)], width=3)])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers", "attentions", "mlps", "norms"),
+    [
+        ("llama", 2, 2, 2, 5),
+        ("qwen2", 2, 2, 2, 5),
+        ("qwen3", 2, 2, 2, 9),
+        ("mistral", 2, 2, 2, 5),
+        ("phi3", 2, 2, 2, 5),
+        ("gemma2", 0, 2, 2, 9),  # four norms a layer
+        ("gemma3_text", 0, 2, 2, 13),
+        ("granite", 0, 2, 2, 5),  # scaled residuals
+        ("olmo2", 0, 0, 2, 9),  # head norms over all heads at once
+        ("qwen3_moe", 2, 2, 0, 9),  # experts stay as they are
+        ("gpt_neox", 0, 0, 0, 0),
+    ],
+)
+def test_what_is_recognised_is_fused_and_gives_the_same_logits(
+    model_type: str, layers: int, attentions: int, mlps: int, norms: int
+) -> None:
+    config = tiny(model_type)
+    expected = logits(model_from_config(config, seed=3))
+    model = model_from_config(config, seed=3)
+    report = fuse(model)
+    assert (report.layers, report.attentions, report.mlps, report.norms) == (layers, attentions, mlps, norms), report
+    torch.testing.assert_close(logits(model), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_merged_weights_are_one_storage_of_which_the_modules_parameters_are_views() -> None:
+    model = model_from_config(tiny("llama"), seed=3)
+    before = {name: value.clone() for name, value in model.module.state_dict().items()}
+    fuse(model)
+    after = model.module.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    layer = model.body.layers[0]
+    for group in (
+        [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+        [layer.mlp.gate_proj, layer.mlp.up_proj],
+    ):
+        assert len({linear.weight.untyped_storage().data_ptr() for linear in group}) == 1
+
+
+def test_a_call_without_a_step_runs_the_modules_own_forward() -> None:
+    config = tiny("qwen3")
+    own, fused = model_from_config(config, seed=3), model_from_config(config, seed=3)
+    fuse(fused)
+    for model in (own, fused):
+        model.module.set_attn_implementation("eager")
+    tokens = torch.tensor([[5, 9, 40, 2]])
+    with torch.no_grad():
+        torch.testing.assert_close(fused.module(tokens).logits, own.module(tokens).logits)
+
+
+def break_norm(model: Any) -> None:
+    """LayerNorm-like: subtracts the mean."""
+    norm = model.body.layers[0].input_layernorm
+    own = norm.forward
+    norm.forward = lambda x: own(x - x.mean(-1, keepdim=True))
+
+
+def break_mlp(model: Any) -> None:
+    """A clamp that no ordinary activation reaches."""
+    mlp = model.body.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: own(x.clamp(-20, 20))
+
+
+def break_attention(model: Any) -> None:
+    attention = model.body.layers[0].self_attn
+    own = attention.q_proj.forward
+    attention.q_proj.forward = lambda x: own(x).clamp(-50, 50)
+
+
+def break_layer(model: Any) -> None:
+    """The second residual is taken before the first sum."""
+    layer = model.body.layers[0]
+    own = layer.forward
+    layer.forward = lambda x, **kwargs: own(x, **kwargs) + 0.01 * x
+
+
+@pytest.mark.parametrize(
+    ("damage", "missing"),
+    [
+        (break_norm, {"layers": 1, "norms": 1}),
+        (break_mlp, {"mlps": 1}),
+        (break_attention, {"layers": 1, "attentions": 1}),
+        (break_layer, {"layers": 1}),
+    ],
+)
+def test_a_part_that_does_something_else_is_left_as_it_is(damage: Any, missing: dict[str, int]) -> None:
+    """One layer of the two is changed in a way that its structure does not show."""
+    changed, expected_of = (model_from_config(tiny("llama"), seed=3) for _ in range(2))
+    damage(changed)
+    damage(expected_of)
+    expected = logits(expected_of)
+    report = fuse(changed)
+    full = {"layers": 2, "attentions": 2, "mlps": 2, "norms": 5}
+    assert {key: getattr(report, key) for key in full} == {key: full[key] - missing.get(key, 0) for key in full}
+    torch.testing.assert_close(logits(changed), expected, atol=2e-5, rtol=2e-5)
