@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +41,7 @@ class EngineClient(ABC):
     """One engine as the server sees it. All methods belong to the asyncio thread that called `start`."""
 
     def __init__(self) -> None:
-        self._phase = EnginePhase("starting", text="not started")
+        self._turn = _Turn(EnginePhase("starting", text="not started"))
         self._stats = EngineStats()
         self._info: EngineInfo | None = None
         self._refusal: Failed | None = None
@@ -48,8 +49,6 @@ class EngineClient(ABC):
         self._cancelled: set[str] = set()
         self._num_outstanding = 0
         self._moved_at_s = time.monotonic()
-        self._phase_change = asyncio.Event()
-        """Set and replaced with every change."""
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._changing = asyncio.Lock()
@@ -58,7 +57,7 @@ class EngineClient(ABC):
 
     @property
     def phase(self) -> EnginePhase:
-        return self._phase
+        return self._turn.phase
 
     @property
     def stats(self) -> EngineStats:
@@ -99,26 +98,30 @@ class EngineClient(ABC):
 
     async def wait_ready(self) -> EngineInfo:
         """Raises ConfigError or ModelError as the load did, EngineUnavailable when the engine ended otherwise."""
-        while self._phase.name == "starting":
+        while self.phase.name == "starting":
             await self.next_phase()
         if self._refusal is not None and self._refusal.kind != "engine":
             kinds: dict[str, type[CellserveError]] = {"config": ConfigError, "model": ModelError}
             raise kinds[self._refusal.kind](self._refusal.reason)
-        if self._phase.name == "dead":
-            raise EngineUnavailable(f"the engine has stopped: {self._phase.reason}")
+        if self.phase.name == "dead":
+            raise EngineUnavailable(f"the engine has stopped: {self.phase.reason}")
         return self.info
 
     async def next_phase(self) -> EnginePhase:
         """Wait for the phase, or how far a start is, to change. Changes in quick succession may be seen as one."""
-        await self._phase_change.wait()
-        return self._phase
+        await self._turn.is_over.wait()
+        return self.phase
+
+    def phases(self) -> AsyncIterator[EnginePhase]:
+        """Every change from this call on, none left out however late it is read. Never ends by itself."""
+        return _phases_behind(self._turn)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Admit the request and return its stream. A refusal comes here, before anything was sent, or never.
 
         Raises RequestTooLong, RequestTooLarge, QueueFull, Draining or EngineUnavailable.
         """
-        match self._phase.name:
+        match self.phase.name:
             case "starting":
                 raise EngineUnavailable("the engine is still loading")
             case "draining":
@@ -153,7 +156,7 @@ class EngineClient(ABC):
         Repeating it is harmless; a second call with a shorter time cuts the first one's short.
         """
         self._is_closed = True
-        if self._phase.name in ("starting", "ready"):
+        if self.phase.name in ("starting", "ready"):
             self._enter(EnginePhase("draining"))
         try:
             async with asyncio.timeout(drain_s):
@@ -195,10 +198,10 @@ class EngineClient(ABC):
                 for update in updates:
                     self._deliver(update)
             case Progress(text, done, of):
-                if self._phase.name == "starting":
+                if self.phase.name == "starting":
                     self._enter(EnginePhase("starting", text=text, done=done, of=of))
             case Ready(info):
-                if self._phase.name == "starting":
+                if self.phase.name == "starting":
                     self._info = info
                     self._enter(EnginePhase("ready"))
             case Failed():
@@ -207,7 +210,7 @@ class EngineClient(ABC):
 
     def _died(self, reason: str) -> None:
         """The engine is gone. Only the first reason counts; every open stream ends here."""
-        if self._phase.name == "dead":
+        if self.phase.name == "dead":
             return
         self._enter(EnginePhase("dead", reason=reason))
         self._fail_streams("the engine has stopped", "engine_unavailable")
@@ -230,6 +233,23 @@ class EngineClient(ABC):
                 self._deliver(Update(stream.request_id, index=index, finish="failed", error=error, error_code=code))
 
     def _enter(self, phase: EnginePhase) -> None:
-        self._phase = phase
-        self._phase_change.set()
-        self._phase_change = asyncio.Event()
+        over, self._turn = self._turn, _Turn(phase)
+        over.next = self._turn
+        over.is_over.set()
+
+
+class _Turn:
+    """A phase and the way to the one that followed it: whoever holds a turn can read all that came since."""
+
+    def __init__(self, phase: EnginePhase) -> None:
+        self.phase = phase
+        self.next: _Turn | None = None
+        self.is_over = asyncio.Event()
+
+
+async def _phases_behind(turn: _Turn) -> AsyncIterator[EnginePhase]:
+    while True:
+        await turn.is_over.wait()
+        assert turn.next is not None
+        turn = turn.next
+        yield turn.phase

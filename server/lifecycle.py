@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from engine.client import EngineClient
+from engine.client import EngineClient, EnginePhase
 from engine.errors import CellserveError, EngineUnavailable
 from engine.types import EngineInfo, EngineStats
 from server import errors
@@ -24,6 +24,9 @@ _STALL_FLOOR_S = 20.0
 _STALL_FACTOR = 10.0
 _STEP_TIMES = 240
 """Ticks remembered as "recent": one minute."""
+
+Progress = dict[str, str | int]
+"""{"phase", "done", "of"}; done and of only while something is counted."""
 
 _log = logging.getLogger("cellserve.server")
 
@@ -63,11 +66,6 @@ class Lifecycle:
             raise self._failure
         return self._client.info
 
-    @property
-    def is_loading(self) -> bool:
-        """The first load has not ended, well or badly."""
-        return not self._first_load_ended.is_set()
-
     def refusal(self) -> ApiError | None:
         """What an API request is told now; None while it may come in."""
         if self._is_draining:
@@ -82,13 +80,25 @@ class Lifecycle:
             case "dead":
                 return errors.engine_unavailable()
 
-    def progress(self) -> dict[str, str | int]:
-        """{"phase", "done", "of"} for whoever watches a start; done and of only while something is counted."""
-        phase = self._client.phase
+    def progress(self) -> Progress:
+        """For whoever watches a start."""
+        return self._told(self._client.phase)
+
+    def progress_changes(self) -> AsyncIterator[Progress]:
+        """`progress` at every change from this call on, none left out. Never ends by itself."""
+        phases = self._client.phases()
+
+        async def told() -> AsyncIterator[Progress]:
+            async for phase in phases:
+                yield self._told(phase)
+
+        return told()
+
+    def _told(self, phase: EnginePhase) -> Progress:
         if self._is_draining:
             return {"phase": "draining"}
         if phase.name == "starting":
-            counted: dict[str, str | int] = {"done": phase.done, "of": phase.of} if phase.of else {}
+            counted: Progress = {"done": phase.done, "of": phase.of} if phase.of else {}
             return {"phase": phase.text or "loading", **counted}
         if phase.name == "ready" and not self._is_open:
             return {"phase": "loading the tokenizer"}

@@ -14,6 +14,7 @@ import shlex
 import socket
 import sys
 import uuid
+from collections.abc import AsyncIterator
 from types import FrameType
 
 import h11
@@ -27,7 +28,7 @@ from engine.errors import CellserveError, ConfigError
 from engine.types import EngineInfo
 from server import errors
 from server.app import create_app
-from server.lifecycle import Lifecycle
+from server.lifecycle import Lifecycle, Progress
 from server.settings import Settings
 
 EXIT_OK = 0
@@ -40,7 +41,6 @@ _FLUSH_S = 5
 """How long answers whose tokens are all there may take to reach slow readers, after the drain."""
 _FORCED_EXIT_S = 1.0
 _BACKLOG = 2048
-_PROGRESS_TICK_S = 0.1
 
 
 def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> int:
@@ -116,8 +116,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        # Listening before the engine starts, so that a fast start is told as a slow one is.
+        telling = asyncio.create_task(_tell(self._lifecycle.progress_changes()))
         await super().startup(sockets)
-        self._announcement = asyncio.create_task(self._announce())
+        self._announcement = asyncio.create_task(self._announce(telling))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Runs between two bytecodes of whatever the main thread was doing: only leave a note for the loop.
@@ -142,18 +144,8 @@ class Server(uvicorn.Server):
         await self._lifecycle.drain(timeout_s)
         self.should_exit = True
 
-    async def _announce(self) -> None:
-        """Tell how the start goes on stderr, and its result in one line on stdout or an exit code."""
-        console = Console(stderr=True)
-        with console.status("starting", spinner="line") as status:
-            said = ""
-            while self._lifecycle.is_loading:
-                line = _progress_line(self._lifecycle.progress())
-                status.update(line)
-                if line != said and not console.is_terminal:
-                    console.print(f"cellserve: {line}", markup=False, highlight=False, soft_wrap=True)
-                said = line
-                await asyncio.sleep(_PROGRESS_TICK_S)
+    async def _announce(self, telling: asyncio.Task[None]) -> None:
+        """Tell the start's result in one line on stdout, or by an exit code. `telling` has told of the way there."""
         try:
             info = await self._lifecycle.wait_loaded()
         except CellserveError as error:
@@ -162,6 +154,9 @@ class Server(uvicorn.Server):
                 self.exit_code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_MODEL
                 self.should_exit = True
             return
+        finally:
+            telling.cancel()
+            await asyncio.wait([telling])
         print(ready_line(self._url, info, self._settings), flush=True)
 
 
@@ -202,6 +197,19 @@ def ready_line(url: str, info: EngineInfo, settings: Settings) -> str:
     return f"ready: {url} serves {settings.names()[0]} with {info.kv_cells:,} K/V cells. Try: {command}"
 
 
-def _progress_line(progress: dict[str, str | int]) -> str:
+async def _tell(progress: AsyncIterator[Progress]) -> None:
+    """Each step of a start once on stderr: a line that changes on a terminal, else a line each. Until cancelled."""
+    console = Console(stderr=True)
+    with console.status("starting", spinner="line") as status:
+        said = ""
+        async for news in progress:
+            line = _progress_line(news)
+            status.update(line)
+            if line != said and not console.is_terminal:
+                console.print(f"cellserve: {line}", markup=False, highlight=False, soft_wrap=True)
+            said = line
+
+
+def _progress_line(progress: Progress) -> str:
     counted = f" ({progress['done']} of {progress['of']})" if "of" in progress else ""
     return f"{progress['phase']}{counted}"

@@ -498,3 +498,20 @@ def test_an_asyncio_loop_closed_over_a_running_engine_ends_the_engine_thread() -
     executor.release()
     engine.join(TIMEOUT_S)
     assert not engine.is_alive()
+
+
+@asyncio_test
+async def test_no_phase_is_lost_to_a_reader_that_comes_late() -> None:
+    def build(progress: Callable[[str, int, int], None]) -> Any:
+        for done in range(3):
+            progress("reading weights", done, 3)
+        return scripted_loop(ScriptedExecutor(), scripted_info()), scripted_info()
+
+    client = InProcessClient(build)
+    phases = client.phases()
+    await client.start()
+    await client.wait_ready()
+    seen = [await anext(phases) for _ in range(5)]
+    assert [phase.text or phase.name for phase in seen] == ["loading", *["reading weights"] * 3, "ready"]
+    assert [phase.done for phase in seen[1:4]] == [0, 1, 2]
+    await client.close()

@@ -1,6 +1,6 @@
 """A whole server process on a scripted engine: `python -m support.scripted_server OPTIONS`, as after `cellserve serve`.
 
-Lines on standard input: "hold" freezes the engine's next step, "release" lets all steps pass.
+Lines on standard input: "hold" freezes the engine's next step and is answered "held", "release" lets all steps pass.
 The model's name chooses the start: "refuse-model" and "refuse-config" end it, "load-for-ever" never ends it.
 `ServerProcess` is the test's end.
 """
@@ -86,10 +86,13 @@ class ServerProcess:
             assert line, f"{text!r} was never said"
 
     def tell(self, word: str) -> None:
-        """ "hold" or "release"."""
+        """ "hold" or "release". Returns once a "hold" holds: what is sent behind it is frozen for certain."""
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
+        if word == "hold":
+            assert self.process.stdout.readline() == "held\n"
 
     def get(self, path: str) -> httpx.Response:
         return self._http.get(self.url + path)
@@ -137,7 +140,11 @@ def _client(options: Settings) -> EngineClient:
 
     def obey() -> None:
         for line in sys.stdin:
-            {"hold": executor.hold, "release": executor.release}[line.strip()]()
+            if line.strip() == "hold":
+                executor.hold()
+                print("held", flush=True)
+            else:
+                executor.release()
 
     threading.Thread(target=obey, daemon=True).start()
     return InProcessClient(build)
