@@ -1,7 +1,8 @@
 """A transformers model bound to the cell cache: the body and the head as two calls over packed rows.
 
 The module is transformers' own, unmodified. `load_model` reads it (loading.py), fixes its rotary frequencies (rope.py),
-binds its attention and proves the binding on a few tokens (binding.py), or refuses the model by name.
+binds its attention (binding.py), parts its head from its body (head.py) and proves it on a few tokens (proof.py),
+or refuses the model by name.
 """
 
 from __future__ import annotations
