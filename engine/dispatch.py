@@ -46,7 +46,7 @@ class EngineClient(ABC):
         self._info: EngineInfo | None = None
         self._refusal: Failed | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._cancelled: set[str] = set()
+        self._cancelled: dict[str, frozenset[int]] = {}
         self._num_outstanding = 0
         self._moved_at_s = time.monotonic()
         self._is_idle = asyncio.Event()
@@ -144,11 +144,18 @@ class EngineClient(ABC):
         self._is_idle.clear()
         return stream
 
-    def cancel(self, request_id: str) -> None:
-        """End the request's open choices behind the step in flight. Unknown, finished and cancelled ids are ignored."""
-        if request_id in self._streams and request_id not in self._cancelled:
-            self._cancelled.add(request_id)
-            self._send(Cancel(request_id))
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End one choice of the request, or all that are open, behind the step in flight; the others go on.
+
+        What is unknown, finished or cancelled already is ignored.
+        """
+        if request_id not in self._streams:
+            return
+        is_open, cancelled = self._streams[request_id].open_choices, self._cancelled.get(request_id, frozenset())
+        ending = (is_open if index is None else is_open & {index}) - cancelled
+        if ending:
+            self._cancelled[request_id] = cancelled | ending
+            self._send(Cancel(request_id, index))
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Take nothing new, let what runs finish for up to `drain_s`, fail the rest, and end the engine.
@@ -223,7 +230,7 @@ class EngineClient(ABC):
         if stream.open_choices:
             return
         del self._streams[update.request_id]
-        self._cancelled.discard(update.request_id)
+        self._cancelled.pop(update.request_id, None)
         if not self._streams:
             self._is_idle.set()
 

@@ -75,10 +75,17 @@ class EngineLoop:
         else:
             self._scheduler.add_waiting(stem)
 
-    def cancel(self, request_id: str) -> None:
-        """End every open choice of the request. Unknown and finished ids are ignored."""
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End every open choice of the request, or one. Unknown and finished ones are ignored.
+
+        One that shares a stem's first draw with others ends behind that draw; all of them together end now.
+        """
         for session in list(self._requests.get(request_id, ())):
-            self._finish(session, "cancelled")
+            choices = range(session.index, session.index + session.draws)
+            if index in choices:
+                session.cancelled_draws.add(index)
+            if index is None or session.cancelled_draws.issuperset(choices):
+                self._finish(session, "cancelled")
 
     def fail_all(self, error: str, code: ErrorCode) -> None:
         """End everything that is open."""
@@ -217,6 +224,8 @@ class EngineLoop:
         for index in range(1, forks + 1):
             self._fork(session, index, result)
         self._advance(session, 0, result)
+        for index in session.cancelled_draws:
+            self.cancel(session.request.request_id, index)
 
     def _fork(self, stem: Session, index: int, result: ChunkOutput) -> None:
         """Choice `index` shares the stem's prompt cells and goes on from its own first token."""

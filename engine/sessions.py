@@ -36,6 +36,8 @@ class Session:
     executor_id: int | None = None
     """None while it waits."""
     finished: FinishReason | None = None
+    cancelled_draws: set[int] = field(default_factory=set)
+    """Choices a stem stands for that were cancelled one by one: they end when they have a session of their own."""
     reported: bool = False
     """Whether an update of this choice has gone out."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

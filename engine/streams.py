@@ -22,7 +22,7 @@ class RequestStream:
     Leave it with `async with` or `aclose()`: a request that has not finished by then is cancelled.
     """
 
-    def __init__(self, request_id: str, num_choices: int, cancel: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, num_choices: int, cancel: Callable[[str, int | None], None]) -> None:
         self.request_id = request_id
         self._cancel = cancel
         self._open = set(range(num_choices))
@@ -36,10 +36,10 @@ class RequestStream:
         """Choices whose last update has not come, read or unread."""
         return frozenset(self._open)
 
-    def cancel(self) -> None:
-        """Ask the engine to end the open choices; each still gets its last update, with finish "cancelled"."""
+    def cancel(self, index: int | None = None) -> None:
+        """Ask the engine to end this choice, or all that are open; each still gets its last update, "cancelled"."""
         if self._open:
-            self._cancel(self.request_id)
+            self._cancel(self.request_id, index)
 
     async def aclose(self) -> None:
         """Cancel what is unfinished and yield nothing more. Repeating it does nothing."""

@@ -72,8 +72,8 @@ def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -
             match message:
                 case Submit(request):
                     loop.submit(request)
-                case Cancel(request_id):
-                    loop.cancel(request_id)
+                case Cancel(request_id, index):
+                    loop.cancel(request_id, index)
                 case Stop():
                     return
                 case Start():

@@ -29,9 +29,11 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """End this request's open choices. An id that is not known is ignored: it may have just finished."""
+    """End this request's open choices, or one. What is not known is ignored: it may have just finished."""
 
     request_id: str
+    index: int | None = None
+    """Of the choice; None: all."""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

@@ -242,11 +242,11 @@ class Generation:
                     choice = self._tell(ready_number, ready_update)
                     if choice is None:
                         continue
+                    if choice.is_finished:
+                        # Stop strings are unknown to the engine, which would go on. Its siblings do.
+                        self._streams[number].cancel(ready_update.index)
                     yield choice
                     num_open -= choice.is_finished
-                if all(sibling.is_finished for sibling in self._choices[number]):
-                    # Stop strings are unknown to the engine, which would go on.
-                    self._streams[number].cancel()
                 if not num_open:
                     return
 

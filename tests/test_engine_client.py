@@ -121,7 +121,7 @@ async def test_one_poisoned_session_leaves_its_neighbours_alone() -> None:
 # --- streams
 
 
-def no_cancel(request_id: str) -> None:
+def no_cancel(request_id: str, index: int | None) -> None:
     raise AssertionError("nobody cancelled")
 
 
@@ -168,7 +168,7 @@ async def test_leaving_a_finished_stream_cancels_nothing() -> None:
 
 @asyncio_test
 async def test_a_reader_wakes_when_its_stream_is_left_by_another_task() -> None:
-    stream = RequestStream("r", 1, lambda request_id: None)
+    stream = RequestStream("r", 1, lambda request_id, index: None)
     reader = asyncio.create_task(read_ids(stream))
     await asyncio.sleep(0)
     await stream.aclose()
@@ -213,6 +213,23 @@ async def test_a_cancelled_request_ends_once_for_every_choice_however_often_it_i
         assert [choices[index].finish for index in range(3)] == ["cancelled"] * 3
         client.cancel("r")
         client.cancel("never seen")
+
+
+@asyncio_test
+async def test_one_choice_can_be_cancelled_and_the_others_go_on() -> None:
+    executor = ScriptedExecutor()
+    executor.hold()
+    async with ready(scripted_client(executor)) as client:
+        stream = client.submit(request(n=3))
+        await held(executor)
+        for _ in range(3):
+            stream.cancel(1)
+        client.cancel("r", 9)
+        executor.release()
+        choices = await read(stream)
+        assert [choices[index].finish for index in range(3)] == ["length", "cancelled", "length"]
+        client.cancel("r", 0)
+    assert executor.free_cells == executor.total_cells
 
 
 @asyncio_test

@@ -169,6 +169,43 @@ def test_a_cancelled_request_ends_once_for_each_choice_and_frees_its_cells(overl
     assert engine.holds_nothing()
 
 
+def test_a_cancelled_choice_frees_its_own_cells_at_once_and_its_siblings_go_on(overlaps):
+    engine = Engine(ScriptedExecutor(overlaps=overlaps))
+    engine.submit("a", (5, 6), n=3, max_new_tokens=6)
+    while not engine.tokens("a", 1):
+        engine.step()
+    sessions = len(engine.executor.sessions)
+    engine.loop.cancel("a", 1)
+    engine.loop.cancel("a", 1)
+    engine.loop.cancel("a", 7)
+    assert len(engine.executor.sessions) == sessions - 1
+    engine.run()
+    assert [engine.finish("a", index) for index in range(3)] == ["length", "cancelled", "length"]
+    assert engine.tokens("a", 0) == engine.tokens("a", 2) == [7, 8, 9, 10, 11, 12]
+    assert engine.holds_nothing()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_choice_cancelled_before_it_has_a_session_ends_behind_the_first_draw(overlaps, index):
+    engine = Engine(ScriptedExecutor(overlaps=overlaps))
+    engine.submit("a", (5, 6), n=2, max_new_tokens=6)
+    engine.loop.cancel("a", index)
+    engine.run()
+    assert engine.finish("a", index) == "cancelled"
+    assert (engine.tokens("a", index), engine.tokens("a", 1 - index)) == ([7], [7, 8, 9, 10, 11, 12])
+    assert engine.holds_nothing()
+
+
+def test_choices_cancelled_one_by_one_until_none_is_left_end_without_a_step():
+    engine = Engine(ScriptedExecutor())
+    engine.submit("a", (5, 6), n=2, max_new_tokens=6)
+    engine.loop.cancel("a", 1)
+    engine.loop.cancel("a", 0)
+    engine.run()
+    assert [engine.finish("a", index) for index in range(2)] == ["cancelled"] * 2
+    assert engine.executor.batches == []
+
+
 def test_a_cancelled_choice_that_waits_leaves_the_queue():
     engine = Engine(ScriptedExecutor(), seqs=1)
     engine.submit("a", (1,), max_new_tokens=5)
@@ -292,7 +329,7 @@ def test_x_11_any_mix_gives_each_request_what_it_gets_alone(seed, overlaps):
         if submitted and rng.random() < 0.05:
             name = rng.choice(submitted)
             cancelled.add(name)
-            engine.loop.cancel(name)
+            engine.loop.cancel(name, rng.choice([None, 0, 2]))
         if engine.loop.has_work():
             engine.step()
     for name, choices in expected.items():

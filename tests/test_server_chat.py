@@ -5,6 +5,7 @@ import httpx
 import openai
 import pytest
 
+from engine.config import DEFAULT_MODEL_NAME
 from support.live_server import LiveServer, live_server
 from support.scripted import ScriptedExecutor, scripted_client
 from support.sse import joined_choices, post_stream, strict_json
@@ -158,12 +159,16 @@ def test_the_openai_client_reads_every_answer_strictly(server: LiveServer) -> No
         http_client=httpx.Client(trust_env=False),
     ) as client:
         messages: Any = [{"role": "user", "content": "s"}]
-        whole = client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=messages, logprobs=True, top_logprobs=1)
+        whole = client.chat.completions.create(
+            model=DEFAULT_MODEL_NAME, messages=messages, logprobs=True, top_logprobs=1
+        )
         assert whole.choices[0].message.content == "😊"
         options: Any = {"include_usage": True}
         chunks = list(
-            client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=messages, stream=True, stream_options=options)
+            client.chat.completions.create(
+                model=DEFAULT_MODEL_NAME, messages=messages, stream=True, stream_options=options
+            )
         )
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "😊"
         with pytest.raises(openai.BadRequestError, match="tools"):
-            client.chat.completions.create(model="SmolLM2-135M-Instruct", messages=messages, tools=[{"type": "function"}])  # type: ignore[list-item]
+            client.chat.completions.create(model=DEFAULT_MODEL_NAME, messages=messages, tools=[{"type": "function"}])  # type: ignore[list-item]

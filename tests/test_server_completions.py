@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from engine.config import DEFAULT_MODEL_NAME
 from support.live_server import LiveServer, live_server, until
 from support.scripted import Answer, ScriptedExecutor, count_up, from_script, scripted_client
 from support.sse import events, joined_choices, post_stream, strict_json
@@ -265,6 +266,25 @@ def test_a_stop_string_ends_the_engines_work_too(server: LiveServer, executor: S
     assert executor.free_cells == executor.total_cells
 
 
+def test_a_stop_string_ends_the_work_on_its_own_choice_and_not_on_the_others(tiny: TinyTokenizer) -> None:
+    # The first draw's seed is the choice's: choice 0 says "a" and stops, choice 1 goes on.
+    executor = ScriptedExecutor(lambda prompt, generated, seed: 97 + seed)
+    info = {"tokenizer_dir": str(tiny.folder), "vocab_size": tiny.vocab_size, "eos_token_ids": ()}
+    executor.release(4)
+    with live_server(scripted_client(executor, **info)) as server:
+        answers: list[dict[str, Any]] = []
+        body = {"prompt": "p", "n": 2, "seed": 0, "stop": "aaa", "max_tokens": 40}
+        thread = threading.Thread(target=lambda: answers.append(server.http.post(PATH, json=body).json()))
+        thread.start()
+        until(lambda: server.metric("vllm:request_success_total", finished_reason="stop") == 1)
+        executor.wait_held()
+        steps = len(executor.batches)
+        executor.release()
+        thread.join()
+    assert [choice["text"] for choice in answers[0]["choices"]] == ["", "b" * 40]
+    assert {len(batch.chunks) for batch in executor.batches[steps:]} == {1}
+
+
 def test_4_5_half_characters_never_leave_alone(server: LiveServer) -> None:
     assert choice_of(server, prompt="smile", max_tokens=5)["text"] == "😊z"
     assert choice_of(server, prompt="half")["text"] == "\ufffd"
@@ -353,11 +373,11 @@ def test_the_openai_client_reads_every_answer_strictly(server: LiveServer) -> No
         http_client=httpx.Client(trust_env=False),
     ) as client:
         # Not echo with logprobs: their types have no null for a prompt's first token.
-        whole = client.completions.create(model="SmolLM2-135M-Instruct", prompt="q", max_tokens=4, logprobs=2, n=2)
+        whole = client.completions.create(model=DEFAULT_MODEL_NAME, prompt="q", max_tokens=4, logprobs=2, n=2)
         assert [choice.text for choice in whole.choices] == ["Sum: 42"] * 2
         chunks = list(
             client.completions.create(
-                model="SmolLM2-135M-Instruct", prompt="q", max_tokens=4, stream=True, stream_options={"include_usage": True}
+                model=DEFAULT_MODEL_NAME, prompt="q", max_tokens=4, stream=True, stream_options={"include_usage": True}
             )
         )
         assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "Sum: 42"
@@ -465,7 +485,7 @@ def test_b30_a_failure_in_mid_stream_is_an_error_event_behind_what_there_was(tin
             ) as client,
             pytest.raises(openai.APIError, match="failed to answer"),
         ):
-            list(client.completions.create(model="SmolLM2-135M-Instruct", prompt=[96], max_tokens=20, stream=True))
+            list(client.completions.create(model=DEFAULT_MODEL_NAME, prompt=[96], max_tokens=20, stream=True))
 
 
 def test_a_deadline_that_passes_in_the_queue_is_a_504(tiny: TinyTokenizer) -> None:

@@ -49,7 +49,7 @@ class Script:
         for update in self.updates:
             yield update
 
-    def cancel(self) -> None:
+    def cancel(self, index: int | None = None) -> None:
         self.cancelled = True
 
     async def aclose(self) -> None:
