@@ -82,7 +82,7 @@ class EngineLoop:
         """
         for session in list(self._requests.get(request_id, ())):
             choices = range(session.index, session.index + session.draws)
-            if index in choices:
+            if index is not None and index in choices:
                 session.cancelled_draws.add(index)
             if index is None or session.cancelled_draws.issuperset(choices):
                 self._finish(session, "cancelled")
