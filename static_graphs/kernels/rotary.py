@@ -132,9 +132,9 @@ def _rotate_and_store(
     own = tl.zeros([HEADS, PADDED], tl.float32)
     other = tl.zeros([HEADS, PADDED], tl.float32)
     for part in tl.static_range(PARTS):
-        at = parts + part * part_stride + row * row_stride
-        own += tl.load(at + own_at, mask=tile, other=0.0).to(tl.float32)
-        other += tl.load(at + partner_at, mask=tile, other=0.0).to(tl.float32)
+        source = parts + part * part_stride + row * row_stride
+        own += tl.load(source + own_at, mask=tile, other=0.0).to(tl.float32)
+        other += tl.load(source + partner_at, mask=tile, other=0.0).to(tl.float32)
     if HAS_BIAS:
         own += tl.load(bias + own_at, mask=tile, other=0.0).to(tl.float32)
         other += tl.load(bias + partner_at, mask=tile, other=0.0).to(tl.float32)
@@ -152,8 +152,8 @@ def _rotate_and_store(
         s = tl.where(lane < ROTATED // 2, -s, s)
         turned = own * c[None, :] + other * s[None, :]
         if is_query:
-            at = query + (row * num_heads + head[:, None]) * D + lane[None, :]
-            tl.store(at, turned.to(query.dtype.element_ty), mask=tile)
+            place = (row * num_heads + head) * D
+            tl.store(query + place[:, None] + lane[None, :], turned.to(query.dtype.element_ty), mask=tile)
         else:
             place = tl.load(write_rows + row) * key_row_stride + (head - num_heads) * key_head_stride
             tl.store(keys + place[:, None] + lane[None, :], turned.to(keys.dtype.element_ty), mask=tile)
