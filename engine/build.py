@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 CPU_WIDTHS = (1, 2, 4, 8, 16)
 """Padding is free where a step waits for weights; wider steps run at their exact size."""
 CPU_POOL_BYTES = 4 << 30
-CPU_PREFILL = (512, 64)
-"""(tokens of a step without decodes, of one session's turn)."""
+CPU_PREFILL = (512, 256, 64)
+"""Tokens of a step without decodes, of a step beside decodes (at least), of one session's turn."""
 CUDA_WIDTHS = (1, 2, 4, *range(8, 257, 8), 512)
-CUDA_PREFILL = (8192, 512)
+CUDA_PREFILL = (8192, 512, 512)
 
 
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, EngineInfo]:
@@ -95,7 +95,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         defaults=_defaults(model.defaults),
         created_s=int(time.time()),
     )
-    return EngineLoop(executor, limits), info
+    return EngineLoop(executor, limits, prefix_cache=config.prefix_cache and config.cache == "cells"), info
 
 
 def _quicken(model: LoadedModel) -> None:
@@ -108,15 +108,15 @@ def _quicken(model: LoadedModel) -> None:
         pack_linears(model)
 
 
-def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, int]) -> SchedulerLimits:
+def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, int, int]) -> SchedulerLimits:
     """Beside decodes a step is kept as narrow as the widest static method, so that inter-token latency holds (D10)."""
-    budget, chunk = prefill
+    budget, beside_decodes, chunk = prefill
     budget = config.max_num_batched_tokens or max(budget, 2 * widths[-1])
     chunk = min(chunk, budget)
     return SchedulerLimits(
         max_num_seqs=config.num_seqs,
         prefill_budget=budget,
-        mixed_budget=max(widths[-1], config.num_seqs + chunk),
+        mixed_budget=max(widths[-1], min(beside_decodes, budget), config.num_seqs + chunk),
         prefill_chunk=chunk,
     )
 
