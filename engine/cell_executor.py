@@ -18,6 +18,7 @@ import torch
 from cache.cell_cache import CacheMetrics, CellCache
 from cache.geometry import CacheFull
 from engine.errors import SessionRefused, SessionsExhausted, StepFailed
+from engine.executor import Cells
 from engine.packing import PackedStep, PackLimits, Slot, pack, select_rows
 from engine.raw_steps import Consume, RawStep, RawSteps
 from engine.sampling import Sampled, Sampler
@@ -149,10 +150,18 @@ class CellExecutor:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def open_session(
-        self, params: SamplingParams, *, seed: int, prompt: Sequence[int], generated: Sequence[int] = ()
+        self,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+        prefix: Cells | None = None,
     ) -> int:
         self._check_room()
-        return self._publish(self._cache.seq_new(), 0, params, seed, prompt, generated)
+        if prefix is None or not prefix.size:
+            return self._publish(self._cache.seq_new(), 0, params, seed, prompt, generated)
+        return self._publish(self._cache.seq_from(prefix), prefix.size, params, seed, prompt, generated)
 
     def clone_session(
         self,
@@ -205,6 +214,18 @@ class CellExecutor:
         if session is not None:
             self._sampler.close(session.sequence)
             self._cache.seq_rm(session.sequence)
+
+    def cells_of(self, session_id: int, start: int, stop: int) -> Cells:
+        return self._cache.cells_of(self._sessions[session_id].sequence, start, stop)
+
+    def rebase_session(self, session_id: int, cells: Cells) -> None:
+        self._cache.rebase(self._sessions[session_id].sequence, cells)
+
+    def hold_cells(self, cells: Cells) -> None:
+        self._cache.hold_cells(cells)
+
+    def release_cells(self, cells: Cells) -> None:
+        self._cache.release_cells(cells)
 
     def position(self, session_id: int) -> int:
         """Tokens the session holds."""

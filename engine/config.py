@@ -49,6 +49,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     widths: tuple[int, ...] | None = None
     enforce_eager: bool = False
+    prefix_cache: bool = True
+    """Sessions begin with what earlier ones have computed. The single cache has nothing to share, and ignores it."""
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.types import Batch, SamplingParams, StepOutput
+
+Cells = npt.NDArray[np.int32]
+"""Numbers of cells, in the order of the positions they hold."""
 
 
 class InFlight(Protocol):
@@ -49,10 +55,17 @@ class Executor(Protocol[Launched]):
         ...
 
     def open_session(
-        self, params: SamplingParams, *, seed: int, prompt: Sequence[int], generated: Sequence[int] = ()
+        self,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+        prefix: Cells | None = None,
     ) -> int:
-        """A new, empty session. `prompt` and `generated` feed penalties and min_tokens; nothing is computed.
+        """A new session. `prompt` and `generated` feed penalties and min_tokens; nothing is computed.
 
+        prefix: cells that hold the K/V of its first tokens and that the caller holds; by default it is empty.
         Raises SessionsExhausted and leaves nothing behind.
         """
         ...
@@ -76,6 +89,22 @@ class Executor(Protocol[Launched]):
 
     def close_session(self, session_id: int) -> None:
         """Release its cells. Unknown ids are ignored. Safe while a step of the session is in flight."""
+        ...
+
+    def cells_of(self, session_id: int, start: int, stop: int) -> Cells:
+        """The cells of the session's positions [start, stop), all of which it has."""
+        ...
+
+    def rebase_session(self, session_id: int, cells: Cells) -> None:
+        """Let the session begin with `cells`, which hold the same tokens, instead of copies that only it has."""
+        ...
+
+    def hold_cells(self, cells: Cells) -> None:
+        """Keep cells of a session beyond its end: one more reference each."""
+        ...
+
+    def release_cells(self, cells: Cells) -> None:
+        """Give back what `hold_cells` took. Safe while a step that reads them is in flight."""
         ...
 
     def launch(self, batch: Batch) -> Launched:

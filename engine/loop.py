@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.errors import SessionsExhausted, StepFailed
 from engine.executor import Executor, InFlight
+from engine.prefix import PrefixCache
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sessions import Session, choice_seed
 from engine.types import (
@@ -33,9 +34,15 @@ class EngineLoop:
     """Drives one executor. Every choice of a submitted request gets exactly one update with `finish`."""
 
     def __init__(
-        self, executor: Executor[Any], limits: SchedulerLimits, *, clock: Callable[[], float] = time.monotonic
+        self,
+        executor: Executor[Any],
+        limits: SchedulerLimits,
+        *,
+        prefix_cache: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
+        self._prefixes = PrefixCache(executor, is_on=prefix_cache)
         self._scheduler = Scheduler(limits)
         self._clock = clock
         self._requests: dict[str, list[Session]] = {}  # open choices of each request
@@ -93,6 +100,10 @@ class EngineLoop:
             for session in list(sessions):
                 self._finish(session, "failed", error=error, code=code)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every prefix that no running session uses; -> how many cells became free."""
+        return self._prefixes.reset()
+
     def has_work(self) -> bool:
         """Whether another `step` would do anything."""
         return not self._scheduler.is_empty or self._in_flight is not None or bool(self._updates)
@@ -102,7 +113,8 @@ class EngineLoop:
         return EngineStats(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
-            cells_used=self._executor.total_cells - self._executor.free_cells,
+            cells_used=self._executor.total_cells - self._prefixes.available_cells,
+            cells_cached=self._prefixes.cached_cells,
             cells_total=self._executor.total_cells,
             steps=self._steps,
             steps_failed=self._steps_failed,
@@ -137,7 +149,7 @@ class EngineLoop:
         elif launched is None and not (self._scheduler.is_empty or self._updates or preempted):
             raise RuntimeError(
                 f"nothing can run: {self._scheduler.num_waiting} waiting and {self._scheduler.num_running} running "
-                f"choices, {self._executor.free_cells} of {self._executor.total_cells} cells free"
+                f"choices, {self._prefixes.available_cells} of {self._executor.total_cells} cells free"
             )
         updates, self._updates = self._updates, []
         return updates
@@ -153,9 +165,10 @@ class EngineLoop:
                 self._finish(session, "failed", error=error, code="deadline_exceeded")
 
     def _launch_next(self) -> InFlight | None:
-        takes = self._scheduler.next_takes(self._executor.free_cells)
+        takes = self._scheduler.next_takes(self._prefixes.available_cells)
         if not takes:
             return None
+        self._prefixes.make_room(sum(take.count for take in takes))
         sessions = [take.session for take in takes]
         batch = Batch(tuple(take.session.take(take.count) for take in takes))
         try:
@@ -169,21 +182,23 @@ class EngineLoop:
     def _make_room(self) -> bool:
         """Preempt while running sessions lack cells, otherwise admit while waiting ones fit; whether it preempted."""
         preempted = False
-        while self._scheduler.must_preempt(self._executor.free_cells):
+        while self._scheduler.must_preempt(self._prefixes.available_cells):
             victim = self._scheduler.preempt()
-            self._close(victim)
+            self._prefixes.close(victim, keep=True)
             victim.requeue()
             self._preemptions += 1
             preempted = True
-        while not preempted and (session := self._scheduler.next_admissible(self._executor.free_cells)) is not None:
-            session.executor_id = self._executor.open_session(
-                session.request.sampling,
-                seed=session.seed,
-                prompt=session.request.prompt_token_ids,
-                generated=session.tokens[session.prompt_len :],
-            )
+        while not preempted and (session := self._next_admissible()) is not None:
+            self._prefixes.open(session)
             self._scheduler.admit(session)
         return preempted
+
+    def _next_admissible(self) -> Session | None:
+        return self._scheduler.next_admissible(
+            self._prefixes.available_cells,
+            must_wait=self._prefixes.must_wait,
+            shared_tokens=self._prefixes.shared_tokens,
+        )
 
     # --- what a step brought ----------------------------------------------------------------------------------------
 
@@ -202,6 +217,7 @@ class EngineLoop:
             if result.error is not None:
                 self._refuse(session, chunk, result.error)
                 continue
+            session.settle(chunk)
             if result.prompt_logprobs is not None:
                 session.record_prompt_logprobs(chunk.position, result.prompt_logprobs)
             if result.token_ids:
@@ -238,6 +254,7 @@ class EngineLoop:
             draws=1,
             tokens=list(request.prompt_token_ids),
             num_in_flight=1,
+            cached_tokens=stem.cached_tokens,
         )
         self._requests[request.request_id].append(fork)
         if not self._advance(fork, index, result):
@@ -245,18 +262,10 @@ class EngineLoop:
         try:
             if stem.executor_id is None:
                 raise SessionsExhausted("the stem was preempted while its first tokens were in flight")
-            fork.executor_id = self._executor.clone_session(
-                stem.executor_id,
-                stem.prompt_len,
-                request.sampling,
-                seed=fork.seed,
-                prompt=request.prompt_token_ids,
-                generated=fork.tokens[fork.prompt_len :],
-            )
+            self._prefixes.fork(stem, fork)
         except SessionsExhausted:
             self._scheduler.add_waiting(fork)  # it computes the prompt again when a session is free
             return
-        fork.num_computed = fork.prompt_len
         self._scheduler.add_running(fork)
 
     def _advance(self, session: Session, draw: int, result: ChunkOutput) -> bool:
@@ -292,7 +301,8 @@ class EngineLoop:
     ) -> None:
         """Release the session and report its end, for each choice that it still stands for."""
         session.finished = finish
-        self._close(session)
+        self._prefixes.close(session, keep=code != "step_failed")
+        self._prefixes.forget(session)
         self._scheduler.remove(session)
         open_choices = self._requests[session.request.request_id]
         open_choices.remove(session)
@@ -301,11 +311,6 @@ class EngineLoop:
             self._deadlines.pop(session.request.request_id, None)
         for index in range(session.index, session.index + session.draws):
             self._report(session, token_ids, logprobs, index=index, finish=finish, error=error, code=code)
-
-    def _close(self, session: Session) -> None:
-        if session.executor_id is not None:
-            self._executor.close_session(session.executor_id)
-            session.executor_id = None
 
     def _report(
         self,
@@ -327,7 +332,7 @@ class EngineLoop:
                 token_ids=token_ids,
                 logprobs=logprobs,
                 prompt_logprobs=tuple(session.prompt_logprobs) if first and session.prompt_logprobs else None,
-                cached_tokens=0 if first else None,
+                cached_tokens=(session.cached_tokens or 0) if first else None,
                 finish=finish,
                 stop_token_id=token_ids[-1] if finish == "stop" else None,
                 error=error,

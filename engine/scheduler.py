@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
@@ -95,19 +95,29 @@ class Scheduler:
             if session in place:
                 place.remove(session)
 
-    def next_admissible(self, free_cells: int) -> Session | None:
-        """The waiting session that may run now: always the first by (priority, arrival), never one behind it.
+    def next_admissible(
+        self,
+        free_cells: int,
+        *,
+        must_wait: Callable[[Session], bool] = lambda session: False,
+        shared_tokens: Callable[[Session], int] = lambda session: 0,
+    ) -> Session | None:
+        """The waiting session that may run now: always the first by (priority, arrival) of those that need not wait.
 
+        must_wait: a running session is computing what this one begins with; those behind it may run meanwhile.
+        shared_tokens: of this session, the tokens whose cells running ones hold anyway.
         Optimistic: its tokens must fit beside what running prompts still need, not its whole budget of new ones.
         The caller opens it, calls `admit`, and asks again.
         """
-        if not self._waiting:
-            return None
-        session = self._waiting[0]
-        if session.num_in_flight or self.num_running + session.draws > self.limits.max_num_seqs:
-            return None
-        promised = sum(max(other.remaining, DECODE_HEADROOM_CELLS) for other in self._running)
-        return session if promised + len(session.tokens) <= free_cells else None
+        for session in self._waiting:
+            if session.num_in_flight or self.num_running + session.draws > self.limits.max_num_seqs:
+                return None
+            if must_wait(session):
+                continue
+            promised = sum(max(other.remaining, DECODE_HEADROOM_CELLS) for other in self._running)
+            missing = promised + len(session.tokens) - free_cells
+            return session if missing <= 0 or shared_tokens(session) >= missing else None
+        return None
 
     def admit(self, session: Session) -> None:
         """The executor holds a sequence for it now."""

@@ -3,7 +3,7 @@
 Owned by the engine thread (engine/loop.py). Knows neither cells nor other sessions.
 
     tokens:   [ prompt ............ | generated ...... ] (in flight)
-    cache:    [ 0 .. num_computed )
+    cache:    [ 0 .. num_settled .. num_computed )
     to run:                [ num_computed .. len(tokens) + num_in_flight )
 """
 
@@ -31,11 +31,15 @@ class Session:
     """Prompt and every generated token known to the host."""
     num_computed: int = 0
     """Tokens that are in the cache or in a launched step."""
+    num_settled: int = 0
+    """Of them, those whose steps were collected: their K/V is there for whoever comes next."""
     num_in_flight: int = 0
     """Drawn tokens of this session the host has not seen yet; 2 only between a launch and the collect behind it."""
     executor_id: int | None = None
     """None while it waits."""
     finished: FinishReason | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens that were already computed when it first ran; None before that."""
     cancelled_draws: set[int] = field(default_factory=set)
     """Choices a stem stands for that were cancelled one by one: they end when they have a session of their own."""
     reported: bool = False
@@ -73,6 +77,12 @@ class Session:
     def wants_prompt_rows(self) -> bool:
         return self.request.sampling.prompt_logprobs is not None and not self.reported
 
+    def begin_at(self, position: int) -> None:
+        """Its first `position` tokens were computed by others."""
+        self.num_computed = self.num_settled = position
+        if self.cached_tokens is None:
+            self.cached_tokens = min(position, self.prompt_len)
+
     def take(self, count: int) -> Chunk:
         """The next `count` tokens as a chunk, counted as computed from here on.
 
@@ -102,6 +112,11 @@ class Session:
         self.num_in_flight += 1 if draws else 0
         return chunk
 
+    def settle(self, chunk: Chunk) -> None:
+        """A step with `chunk` was collected. One from before a preemption says nothing about the cells of today."""
+        if chunk.session_id == self.executor_id:
+            self.num_settled = chunk.position + len(chunk.tokens)
+
     def record_prompt_logprobs(self, position: int, values: tuple[TokenLogprobs, ...]) -> None:
         """`values[i]` is of the prompt token at position + 1 + i; nothing predicts the first one."""
         if not self.prompt_logprobs:
@@ -118,9 +133,9 @@ class Session:
         return "length" if generated >= self.request.max_new_tokens else None
 
     def requeue(self) -> None:
-        """Back to waiting, with every token it has; they are computed again when it is admitted."""
+        """Back to waiting, with every token it has; those that nobody else keeps are computed again."""
         self.executor_id = None
-        self.num_computed = 0
+        self.num_computed = self.num_settled = 0
 
 
 def choice_seed(seed: int, index: int) -> int:

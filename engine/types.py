@@ -190,6 +190,9 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     cells_used: int = 0
+    """Held by running sessions."""
+    cells_cached: int = 0
+    """Held for prompts to come, and free as soon as running sessions need them."""
     cells_total: int = 0
     steps: int = 0
     steps_failed: int = 0

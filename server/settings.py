@@ -113,6 +113,11 @@ class Settings(BaseSettings):
         Field(description="cells: many sequences over one pool; single: one, its window layers store what they see"),
         Option("cache", "engine/build.py"),
     ] = "cells"
+    prefix_cache: Annotated[
+        bool,
+        Field(description="keep what finished requests computed, and begin with it where a prompt begins the same"),
+        Option("cache", "engine/build.py"),
+    ] = True
     max_num_seqs: Annotated[
         int | None,
         Field(ge=1, description="sequences that run at once (not given: 256, or 1 with --cache single)"),
@@ -232,6 +237,7 @@ class Settings(BaseSettings):
             gpu_memory_utilization=self.gpu_memory_utilization,
             widths=self.widths,
             enforce_eager=self.enforce_eager,
+            prefix_cache=self.prefix_cache,
         )
 
 

@@ -57,7 +57,7 @@ async def test_a_request_gets_its_tokens_in_order_and_ends_once(overlaps: bool) 
         assert client.num_outstanding == 0
         assert client.stats.generated_tokens == 4
     assert executor.opened == executor.closed == 1
-    assert executor.free_cells == executor.total_cells
+    assert executor.session_cells == 0
 
 
 @asyncio_test
@@ -71,7 +71,7 @@ async def test_every_choice_of_a_request_ends_once() -> None:
             2: (300, 301, 302, 303),
         }
         assert client.num_outstanding == 0
-    assert executor.free_cells == executor.total_cells
+    assert executor.session_cells == 0
 
 
 @asyncio_test
@@ -195,7 +195,7 @@ async def test_leaving_a_stream_early_frees_its_cells_behind_the_step_in_flight(
         assert (await read(client.submit(request("next", (50,)))))[0].token_ids == (51, 52, 53, 54)
         assert all(chunk.session_id != 1 for batch in executor.batches[launched:] for chunk in batch.chunks)
         assert client.num_outstanding == 0
-    assert executor.free_cells == executor.total_cells
+    assert executor.session_cells == 0
 
 
 @asyncio_test
@@ -229,7 +229,7 @@ async def test_one_choice_can_be_cancelled_and_the_others_go_on() -> None:
         choices = await read(stream)
         assert [choices[index].finish for index in range(3)] == ["length", "cancelled", "length"]
         client.cancel("r", 0)
-    assert executor.free_cells == executor.total_cells
+    assert executor.session_cells == 0
 
 
 @asyncio_test

@@ -50,6 +50,8 @@ class Engine:
         return ends[0]
 
     def holds_nothing(self):
+        """But for the prefixes, which are forgotten here."""
+        self.loop.reset_prefix_cache()
         return self.executor.free_cells == self.executor.total_cells and not self.executor.sessions
 
 

@@ -159,6 +159,7 @@ def test_x_11_requests_that_are_cancelled_forked_and_preempted_leave_nothing_beh
         count(loop.step(), ends)
     assert ends == dict.fromkeys(expected, 1)
     assert loop.stats().preemptions > 0
+    loop.reset_prefix_cache()
     metrics = executor.kv_metrics()
     assert (metrics.free_cells, metrics.num_sequences) == (90, 0)
 

@@ -148,6 +148,7 @@ def test_every_engine_option_reaches_the_engine() -> None:
         "gpu_memory_utilization": "0.5",
         "widths": ["1,2"],
         "enforce_eager": True,
+        "prefix_cache": False,
     }
     config = load(flags).settings.to_engine_config()
     assert config == EngineConfig(
@@ -164,6 +165,7 @@ def test_every_engine_option_reaches_the_engine() -> None:
         gpu_memory_utilization=0.5,
         widths=(1, 2),
         enforce_eager=True,
+        prefix_cache=False,
     )
     assert load({"kv_cache_gib": "1.5"}).settings.to_engine_config().kv_cache_gib == 1.5
     assert set(EngineConfig.__slots__) <= set(Settings.model_fields), "an engine option that nobody can set"

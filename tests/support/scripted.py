@@ -1,7 +1,7 @@
 """A torch-free executor that answers from a script, and clients around it. For every test that needs no model.
 
-The executor keeps the whole contract of engine/executor.py: sessions share cells by reference, a step claims one cell
-a token, tokens may be named -1, draws are answered in order of choice. On top of it a test can freeze a step, fail one,
+The executor keeps the whole contract of engine/executor.py: cells are shared by reference, a step claims one cell a
+token, tokens may be named -1, draws are answered in order of choice. On top of it a test can freeze a step, fail one,
 and read what was asked.
 """
 
@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+import numpy as np
+
 from engine.client import InProcessClient
 from engine.errors import SessionsExhausted, StepFailed
+from engine.executor import Cells
 from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
 from engine.types import Batch, Chunk, ChunkOutput, EngineInfo, SamplingParams, StepOutput, TokenLogprobs
@@ -87,7 +90,9 @@ class ScriptedExecutor:
         self.closed = 0
         self.batches: list[Batch] = []
         """Every batch that was launched, in order."""
-        self._owners: Counter[int] = Counter()  # cell -> sessions that hold it
+        self.written: dict[int, int] = {}
+        """Cell -> the token it holds, for cells that somebody holds."""
+        self._owners: Counter[int] = Counter()  # cell -> how often it is held
         self._free = list(range(cells))  # a heap
         self._failures: dict[int, Exception] = {}  # launch number, from 1
         self._session_failures: dict[tuple[int, ...], str] = {}  # prompt
@@ -125,6 +130,11 @@ class ScriptedExecutor:
         """Sessions of this prompt fail with their next step; the others in it stand."""
         self._session_failures[tuple(prompt)] = error
 
+    @property
+    def session_cells(self) -> int:
+        """Cells that open sessions hold; what is kept for prompts to come is not among them."""
+        return len({cell for session in self.sessions.values() for cell in session.cells})
+
     # --- Executor ---------------------------------------------------------------------------------------------------
 
     @property
@@ -135,12 +145,23 @@ class ScriptedExecutor:
         return (("forward_others", len(self.batches)),)
 
     def open_session(
-        self, params: SamplingParams, *, seed: int, prompt: Sequence[int], generated: Sequence[int] = ()
+        self,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+        prefix: Cells | None = None,
     ) -> int:
         if len(self.sessions) == self.max_sessions:
             raise SessionsExhausted(f"all {self.max_sessions} sessions are open")
         self.opened += 1
-        self.sessions[self.opened] = ScriptedSession(params, seed, tuple(prompt), list(generated))
+        session = self.sessions[self.opened] = ScriptedSession(params, seed, tuple(prompt), list(generated))
+        if prefix is not None:
+            session.cells = prefix.tolist()
+            session.tokens = [self.written[cell] for cell in session.cells]
+            assert session.tokens == [*prompt, *generated][: len(session.cells)], "another prompt's cells"
+            self._hold(session.cells)
         return self.opened
 
     def clone_session(
@@ -157,7 +178,7 @@ class ScriptedExecutor:
         assert 0 <= upto <= len(origin.cells), (upto, len(origin.cells))
         clone = self.sessions[self.open_session(params, seed=seed, prompt=prompt, generated=generated)]
         clone.cells, clone.tokens = origin.cells[:upto], origin.tokens[:upto]
-        self._owners.update(clone.cells)
+        self._hold(clone.cells)
         return self.opened
 
     def close_session(self, session_id: int) -> None:
@@ -165,11 +186,27 @@ class ScriptedExecutor:
         if session is None:
             return
         self.closed += 1
-        for cell in session.cells:
-            self._owners[cell] -= 1
-            if not self._owners[cell]:
-                del self._owners[cell]
-                heappush(self._free, cell)
+        self._let_go(session.cells)
+
+    def cells_of(self, session_id: int, start: int, stop: int) -> Cells:
+        cells = self.sessions[session_id].cells
+        assert 0 <= start <= stop <= len(cells), (start, stop, len(cells))
+        return np.array(cells[start:stop], np.int32)
+
+    def rebase_session(self, session_id: int, cells: Cells) -> None:
+        session, others = self.sessions[session_id], cells.tolist()
+        own = session.cells[: len(others)]
+        assert [self.written[cell] for cell in others] == session.tokens[: len(others)], "cells of other tokens"
+        assert own[-1] == others[-1] or self._owners[own[-1]] == 1, "somebody else goes on from these cells"
+        self._hold(others)
+        session.cells[: len(others)] = others
+        self._let_go(own)
+
+    def hold_cells(self, cells: Cells) -> None:
+        self._hold(cells.tolist())
+
+    def release_cells(self, cells: Cells) -> None:
+        self._let_go(cells.tolist())
 
     def launch(self, batch: Batch) -> ScriptedInFlight:
         if batch.num_tokens > self.free_cells:
@@ -192,8 +229,10 @@ class ScriptedExecutor:
         assert chunk.position == len(session.tokens), "a chunk starts where its session ends"
         last = session.generated[-1] if session.generated else -1  # none where the step that drew it failed
         tokens = [last if token == -1 else token for token in chunk.tokens]
+        cells = self._claim(len(tokens))
         session.tokens += tokens
-        session.cells += self._claim(len(tokens))
+        session.cells += cells
+        self.written.update(zip(cells, tokens, strict=True))
         error = self._session_failures.get(session.prompt)
         if error is not None:
             return ChunkOutput(chunk.session_id, error=error)
@@ -213,6 +252,18 @@ class ScriptedExecutor:
         cells = [heappop(self._free) for _ in range(count)]
         self._owners.update(cells)
         return cells
+
+    def _hold(self, cells: Sequence[int]) -> None:
+        assert all(self._owners[cell] for cell in cells), "a free cell cannot be shared"
+        self._owners.update(cells)
+
+    def _let_go(self, cells: Sequence[int]) -> None:
+        for cell in cells:
+            self._owners[cell] -= 1
+            assert self._owners[cell] >= 0, "a cell was let go more often than it was held"
+            if not self._owners[cell]:
+                del self._owners[cell], self.written[cell]
+                heappush(self._free, cell)
 
     def _logprobs(self, tokens: Sequence[int], alternatives: int | None) -> tuple[TokenLogprobs, ...] | None:
         """Every token drawn had logprob -1; the alternatives are it and the ids behind it, each 1 less likely."""

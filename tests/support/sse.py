@@ -62,3 +62,8 @@ def _added(before: Any, more: Any) -> Any:
     if isinstance(more, dict):
         return {key: before[key] + more[key] for key in more}
     return before + more
+
+
+def without_cached(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """A usage but for what was computed before: a request that is sent again finds more."""
+    return {key: value for key, value in usage.items() if key != "prompt_tokens_details"}

@@ -1,0 +1,228 @@
+"""Prefix reuse: every session begins with the longest prefix that any live or finished session has computed (D13).
+
+Owns the prefix tree and each running session's lease on a path of it; opens and closes sessions in the executor, so
+that no cell is held without a claim. The tree keeps what a closed or preempted session had computed and the host had
+collected, never a row of a step in flight. Engine thread only; knows tokens and cells, no K/V bytes, no torch.
+
+    session   [ leased path: cells of the tree ][ cells of its own ][ in flight ]
+              0                    lease.length          num_settled
+
+A live session's own cells enter the tree only when somebody asks for them: a prompt that goes on where its path ends,
+a fork, its end. Where the tree has got the same tokens meanwhile, the session lets its own copies go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cache.radix import Lease, RadixTree, Tokens, common_length
+from engine.executor import Executor
+from engine.sessions import Session
+
+WORTH_WAITING_TOKENS = 16
+"""A session waits for another one's prefill only when it is spared at least as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A waiting session's reason: `donor` is computing the tokens that both begin with."""
+
+    donor: Session
+    length: int
+
+
+class PrefixCache:
+    """The executor's cells as the loop sees them: what is free, and what the tree would let go."""
+
+    def __init__(self, executor: Executor[Any], *, is_on: bool = True) -> None:
+        """Off: sessions share nothing but forks' prompts, and closed ones leave nothing behind."""
+        self._executor = executor
+        self._is_on = is_on
+        self._tree = RadixTree(executor)
+        self._leases: dict[Session, Lease] = {}  # of every session that is open in the executor
+        self._tokens: dict[Session, Tokens] = {}  # a session's tokens as an array; may be behind its list
+        self._waits: dict[Session, Wait] = {}
+
+    @property
+    def available_cells(self) -> int:
+        """Free now, or as soon as `make_room` asks for them."""
+        return self._executor.free_cells + self._tree.num_evictable
+
+    @property
+    def cached_cells(self) -> int:
+        """Cells that only the tree holds."""
+        return self._tree.num_evictable
+
+    # --- before a session runs --------------------------------------------------------------------------------------
+
+    def shared_tokens(self, session: Session) -> int:
+        """Tokens of a waiting session that running ones hold anyway: cells that its admission does not take."""
+        tokens = self._reusable(session)
+        self._bring_in(session, tokens)
+        return self._tree.match(session.request.cache_salt, tokens).num_locked
+
+    def must_wait(self, session: Session) -> bool:
+        """Whether a running session is computing a prefix of this waiting one, so that it will be there for nothing."""
+        wait = self._waits.get(session)
+        if wait is None or not self._is_coming(wait):
+            wait = self._find_wait(session)
+            if wait is None:
+                self._waits.pop(session, None)
+                return False
+            self._waits[session] = wait
+        return True
+
+    # --- a session's life in the executor ---------------------------------------------------------------------------
+
+    def open(self, session: Session) -> None:
+        """Give a waiting session a place in the executor, with the longest prefix there is already computed.
+
+        Raises SessionsExhausted; nothing is changed then.
+        """
+        tokens = self._reusable(session)
+        self._bring_in(session, tokens)
+        lease = self._tree.acquire(session.request.cache_salt, tokens)
+        try:
+            session.executor_id = self._executor.open_session(
+                session.request.sampling,
+                seed=session.seed,
+                prompt=session.request.prompt_token_ids,
+                generated=session.tokens[session.prompt_len :],
+                prefix=self._tree.cells(lease),
+            )
+        except BaseException:
+            self._tree.release(lease)
+            raise
+        self._leases[session] = lease
+        self._waits.pop(session, None)
+        session.begin_at(lease.length)
+
+    def fork(self, stem: Session, fork: Session) -> None:
+        """Open `fork` behind the prompt that `stem` has computed. Raises SessionsExhausted; nothing is changed then."""
+        assert stem.executor_id is not None
+        if self._is_on:
+            self._publish(stem)  # from here on both hold the prompt's cells, so the tree must know
+        fork.executor_id = self._executor.clone_session(
+            stem.executor_id,
+            stem.prompt_len,
+            fork.request.sampling,
+            seed=fork.seed,
+            prompt=fork.request.prompt_token_ids,
+            generated=fork.tokens[fork.prompt_len :],
+        )
+        self._leases[fork] = self._tree.share(self._leases[stem])
+        self._tokens[fork] = self._tokens_of(stem)[: stem.prompt_len]
+        fork.begin_at(fork.prompt_len)
+
+    def close(self, session: Session, *, keep: bool) -> None:
+        """Take the session out of the executor. Nothing to do for one that is not in it.
+
+        keep: what it has computed goes into the tree. False after a failed step, which leaves that in doubt.
+        """
+        lease = self._leases.pop(session, None)
+        if lease is None:
+            return
+        assert session.executor_id is not None
+        if keep and self._is_on:
+            self._publish(session, lease, is_leaving=True)
+        self._executor.close_session(session.executor_id)
+        self._tree.release(lease)
+        session.executor_id = None
+
+    def forget(self, session: Session) -> None:
+        """The session has ended and will not come back."""
+        self._tokens.pop(session, None)
+        self._waits.pop(session, None)
+
+    # --- room -------------------------------------------------------------------------------------------------------
+
+    def make_room(self, num_cells: int) -> None:
+        """Evict until as many cells are free, least recently used prefixes first. They must be available."""
+        missing = num_cells - self._executor.free_cells
+        if missing > 0:
+            self._tree.evict(missing)
+
+    def reset(self) -> int:
+        """Evict everything that no running session uses; -> how many cells."""
+        return self._tree.evict(self._tree.num_evictable)
+
+    # --- tokens -----------------------------------------------------------------------------------------------------
+
+    def _reusable(self, session: Session) -> Tokens:
+        """The tokens whose K/V the session may take from others: all but the last one, which it must run to draw.
+
+        None while its prompt's log probabilities are to be reported: they need every row.
+        """
+        if not self._is_on or session.wants_prompt_rows:
+            return _NO_TOKENS
+        return self._tokens_of(session)[:-1]
+
+    def _tokens_of(self, session: Session) -> Tokens:
+        """All tokens of the session that the host knows."""
+        known = self._tokens.get(session, _NO_TOKENS)
+        if known.size < len(session.tokens):
+            known = np.concatenate((known, np.array(session.tokens[known.size :], np.int64)))
+            self._tokens[session] = known
+        return known
+
+    # --- into the tree ----------------------------------------------------------------------------------------------
+
+    def _publish(self, session: Session, lease: Lease | None = None, *, is_leaving: bool = False) -> None:
+        """Give the tree what the session has settled, and let go of its own copies of what is there already."""
+        lease = self._leases[session] if lease is None else lease
+        assert session.executor_id is not None
+        tokens = self._tokens_of(session)[: session.num_settled]
+        start = lease.length
+        if tokens.size <= start:
+            return
+        known = self._tree.cells_past(lease, tokens)
+        is_known = known.size == tokens.size - start
+        if known.size and not (is_leaving and is_known):
+            self._executor.rebase_session(session.executor_id, np.concatenate((self._tree.cells(lease), known)))
+        cells = known if is_known else self._executor.cells_of(session.executor_id, start, tokens.size)
+        self._tree.extend(lease, tokens, cells)
+
+    def _bring_in(self, session: Session, tokens: Tokens) -> None:
+        """Publish the running sessions that have computed more of `tokens` than the tree knows of."""
+        salt = session.request.cache_salt
+        while True:
+            match = self._tree.match(salt, tokens)
+            if match.length == tokens.size or match.length > match.node.end:
+                return  # nothing is missing, or inside an edge, where no session's path ends
+            end, following = match.length, int(tokens[match.length])
+            for other, lease in self._leases.items():
+                if lease.node is match.node and other.num_settled > end and other.tokens[end] == following:
+                    self._publish(other, lease)
+                    break
+            else:
+                return
+
+    # --- waiting for one another ------------------------------------------------------------------------------------
+
+    def _is_coming(self, wait: Wait) -> bool:
+        """The donor is still at it. One that ended, failed or was preempted is not waited for."""
+        return wait.donor in self._leases and wait.donor.num_settled < wait.length
+
+    def _find_wait(self, session: Session) -> Wait | None:
+        tokens = self._reusable(session)
+        if tokens.size < WORTH_WAITING_TOKENS:
+            return None
+        best: Wait | None = None
+        for donor in self._leases:
+            known = len(donor.tokens) - donor.num_settled
+            if known < WORTH_WAITING_TOKENS or donor.request.cache_salt != session.request.cache_salt:
+                continue
+            length = common_length(self._tokens_of(donor), tokens)
+            if length > max(donor.num_settled, best.length if best else 0):
+                best = Wait(donor, length)
+        if best is None:
+            return None
+        self._bring_in(session, tokens)
+        reached = self._tree.match(session.request.cache_salt, tokens).length
+        return best if best.length - reached >= WORTH_WAITING_TOKENS else None
+
+
+_NO_TOKENS: Tokens = np.empty(0, np.int64)
