@@ -47,6 +47,7 @@ class EngineLoop:
         self._clock = clock
         self._requests: dict[str, list[Session]] = {}  # open choices of each request
         self._deadlines: dict[str, float] = {}
+        self._queue_deadlines: dict[str, float] = {}  # of requests that have never run
         self._launched: dict[int, list[Session]] = {}  # id(InFlight) -> sessions in chunk order
         self._in_flight: InFlight | None = None
         self._updates: list[Update] = []
@@ -77,6 +78,8 @@ class EngineLoop:
         self._requests[request.request_id] = [stem]
         if request.deadline_s is not None:
             self._deadlines[request.request_id] = self._clock() + request.deadline_s
+        if request.queue_timeout_s is not None:
+            self._queue_deadlines[request.request_id] = self._clock() + request.queue_timeout_s
         if request.max_new_tokens == 0 and request.sampling.prompt_logprobs is None:
             self._finish(stem, "length")
         else:
@@ -155,14 +158,15 @@ class EngineLoop:
         return updates
 
     def _expire(self) -> None:
-        if not self._deadlines:
-            return
-        now = self._clock()
-        for request_id in [r for r, deadline in self._deadlines.items() if deadline <= now]:
-            request_sessions = self._requests[request_id]
-            error = f"the request's deadline of {request_sessions[0].request.deadline_s} s has passed"
-            for session in list(request_sessions):
-                self._finish(session, "failed", error=error, code="deadline_exceeded")
+        for deadlines, field in ((self._deadlines, "deadline_s"), (self._queue_deadlines, "queue_timeout_s")):
+            if not deadlines:
+                continue
+            now = self._clock()
+            for request_id in [r for r, deadline in deadlines.items() if deadline <= now]:
+                sessions = self._requests[request_id]
+                error = f"the request's {field} of {getattr(sessions[0].request, field)} s has passed"
+                for session in list(sessions):
+                    self._finish(session, "failed", error=error, code="deadline_exceeded")
 
     def _launch_next(self) -> InFlight | None:
         takes = self._scheduler.next_takes(self._prefixes.available_cells)
@@ -191,6 +195,7 @@ class EngineLoop:
         while not preempted and (session := self._next_admissible()) is not None:
             self._prefixes.open(session)
             self._scheduler.admit(session)
+            self._queue_deadlines.pop(session.request.request_id, None)
         return preempted
 
     def _next_admissible(self) -> Session | None:
@@ -309,6 +314,7 @@ class EngineLoop:
         if not open_choices:
             del self._requests[session.request.request_id]
             self._deadlines.pop(session.request.request_id, None)
+            self._queue_deadlines.pop(session.request.request_id, None)
         for index in range(session.index, session.index + session.draws):
             self._report(session, token_ids, logprobs, index=index, finish=finish, error=error, code=code)
 

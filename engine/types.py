@@ -61,6 +61,8 @@ class GenerateRequest:
     """Lower runs sooner; equal priorities run in order of arrival."""
     deadline_s: float | None = None
     """Seconds from submission after which the request fails wherever it is."""
+    queue_timeout_s: float | None = None
+    """Seconds from submission after which the request fails unless it has begun to run."""
     cache_salt: str | None = None
 
 

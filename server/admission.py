@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from server import errors
+from server.key_limits import Account
 
 _LONGEST_RETRY_S = 30.0
 _RELEASES_REMEMBERED = 64
@@ -26,14 +27,22 @@ class Reservation:
     that was never started runs no `finally` of its own.
     """
 
-    def __init__(self, admission: Admission, slots: int) -> None:
+    def __init__(self, admission: Admission, slots: int, account: Account | None) -> None:
         self._admission = admission
+        self._account = account
         self.slots = slots
+
+    def spend(self, tokens: int) -> None:
+        """Charge them to the key that asked; after `release` nothing."""
+        if self.slots and self._account is not None:
+            self._account.spend(tokens)
 
     def release(self) -> None:
         slots, self.slots = self.slots, 0
         if slots:
             self._admission._give_back(slots)
+            if self._account is not None:
+                self._account.leave()
 
     def __enter__(self) -> Reservation:
         return self
@@ -65,10 +74,11 @@ class Admission:
         self._jitter = jitter
         self._releases: deque[tuple[float, int]] = deque(maxlen=_RELEASES_REMEMBERED)
 
-    def reserve(self, slots: int) -> Reservation:
-        """Take n x prompts slots, all or none.
+    def reserve(self, slots: int, account: Account | None = None) -> Reservation:
+        """Take n x prompts slots, all or none. account: of the key that asks, where keys are limited.
 
-        Raises ApiError: 400 request_too_large when they could never be free, 429 queue_full when they are not now.
+        Raises ApiError: 400 request_too_large when they could never be free, 429 queue_full when they are not now,
+        429 rate_limit_exceeded when the key has had its share.
         """
         if slots > self.capacity:
             self._on_refused("request_too_large")
@@ -82,8 +92,14 @@ class Admission:
                 self.retry_after_s(slots),
                 status=self._overload_status,
             )
+        if account is not None:
+            try:
+                account.enter()
+            except errors.ApiError as error:
+                self._on_refused(error.code)
+                raise
         self.in_use += slots
-        return Reservation(self, slots)
+        return Reservation(self, slots, account)
 
     def retry_after_s(self, slots: int = 1) -> float:
         """Seconds until `slots` should be free at the rate of the latest releases, in [1, 30], with jitter.

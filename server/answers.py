@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
@@ -15,6 +17,8 @@ from server.errors import ApiError
 from server.generation import Choice, Generation, News, TextOptions, Usage
 from server.guards import CLIENT_GONE
 from server.schemas import GenerationBody
+from server.serving import Serving
+from server.settings import Settings
 from server.streams import ClientGone, frame, quoted, unless_gone
 
 Render = Callable[[Choice, News], bytes]
@@ -23,15 +27,48 @@ Begin = Callable[[Choice], bytes]
 """What comes before a choice's first news; may be empty."""
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What the server's options say about any request."""
+
+    clamps: bool = False
+    """A max_tokens beyond the context is cut instead of refused."""
+    queue_timeout_s: float | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Policy:
+        return cls(settings.context_overflow == "clamp", settings.queue_timeout)
+
+
+async def admit(
+    request: Request, slots: int, answer_id: str, prepare: Callable[[], Awaitable[Generation]]
+) -> Generation:
+    """Reserve, prepare, submit: the one way of a request into the engine. The generation owns what was reserved."""
+    serving: Serving = request.app.state.serving
+    arrived_s = time.monotonic()
+    key: str | None = request.state.key
+    reservation = serving.admission.reserve(slots, serving.accounts.of(key))
+    try:
+        generation = await prepare()
+        generation.submit(serving.metrics, reservation, arrived_s)
+    except BaseException:
+        reservation.release()
+        raise
+    serving.running.enter(generation, (request.state.request_id, answer_id), key)
+    return generation
+
+
 def engine_requests(
     body: GenerationBody,
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
     info: EngineInfo,
     *,
+    n: int,
     request_hex: str,
     default_new_tokens: int | None,
     param: str,
+    policy: Policy,
 ) -> list[GenerateRequest]:
     """One for each prompt, all checked. request_hex: unique, from which the engine's ids are made."""
     for token_ids in prompts:
@@ -40,11 +77,14 @@ def engine_requests(
         GenerateRequest(
             request_id=f"{request_hex}-{number}",
             prompt_token_ids=token_ids,
-            n=body.n or 1,
+            n=n,
             sampling=sampling,
-            max_new_tokens=schemas.new_tokens(body, len(token_ids), info, default_new_tokens, param),
+            max_new_tokens=schemas.new_tokens(
+                body, len(token_ids), info, default_new_tokens, param, clamps=policy.clamps
+            ),
             priority=body.priority or 0,
             deadline_s=body.timeout,
+            queue_timeout_s=policy.queue_timeout_s,
             cache_salt=body.cache_salt,
         )
         for number, token_ids in enumerate(prompts)
@@ -104,7 +144,8 @@ async def whole(
         await generation.aclose()
     # Straight to bytes: FastAPI would walk through every value of a long answer first.
     content = json.dumps(describe(), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    return Response(content, headers=dict(headers), media_type="application/json")
+    headers = {**headers, "Server-Timing": generation.timing()}
+    return Response(content, headers=headers, media_type="application/json")
 
 
 def wants_usage(body: GenerationBody) -> tuple[bool, bool]:

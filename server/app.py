@@ -15,10 +15,11 @@ from starlette.middleware.cors import CORSMiddleware
 from engine.client import EngineClient
 from engine.errors import CellserveError, ModelError, RequestRefused
 from engine.types import EngineInfo
-from server import chat, completions, errors, models, probes
+from server import chat, completions, errors, models, probes, running, tokens
 from server.admission import Admission
 from server.errors import ApiError
 from server.guards import BodyLimit, KeyGuard, MediaType, OriginGuard, PhaseGuard, Trace
+from server.key_limits import Accounts
 from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from server.serving import Serving
@@ -51,7 +52,10 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
             on_refused=metrics.rejected,
         )
         metrics.engine_ready(info)
-        app.state.serving = Serving(client, settings, text, admission, names, metrics)
+        accounts = Accounts(settings.key_limits())
+        app.state.serving = Serving(
+            client, settings, text, admission, names, metrics, models.fingerprint(info), accounts
+        )
 
     lifecycle = Lifecycle(client, on_ready)
 
@@ -91,7 +95,7 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
     )
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
-    for part in (completions, chat, models, probes):
+    for part in (completions, chat, tokens, running, models, probes):
         app.include_router(part.router)
     return app
 

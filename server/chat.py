@@ -21,22 +21,21 @@ router = APIRouter(tags=["chat"])
 @router.post("/v1/chat/completions", operation_id="create_chat_completion")
 async def create_chat_completion(request: Request, body: ChatBody) -> Response:
     serving: Serving = request.app.state.serving
-    arrived_s = time.monotonic()
-    headers = schemas.check_extra_fields(body)
+    headers = serving.headers_of(body)
+    body = serving.with_usage(body)
+    answer_id = f"chatcmpl-{request.state.request_hex}"
     head = {
-        "id": f"chatcmpl-{request.state.request_hex}",
+        "id": answer_id,
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": schemas.check_model(body, serving.served_names),
+        "system_fingerprint": serving.fingerprint,
     }
-    reservation = serving.admission.reserve(body.n or 1)
-    try:
-        prompt = await _encoded(body, serving)
-        generation = _generation(body, serving, prompt, request.state.request_hex)
-        generation.submit(serving.metrics, reservation, arrived_s)
-    except BaseException:
-        reservation.release()
-        raise
+
+    async def prepare() -> Generation:
+        return _generation(body, serving, await _encoded(body, serving), request.state.request_hex)
+
+    generation = await answers.admit(request, body.n or 1, answer_id, prepare)
     writer = _Writer(body, head, serving.text, generation)
     if body.stream:
         frames = answers.stream(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
@@ -47,12 +46,12 @@ async def create_chat_completion(request: Request, body: ChatBody) -> Response:
 async def _encoded(body: ChatBody, serving: Serving) -> tuple[int, ...]:
     token_ids = await serving.text.encode_chat(
         body.messages,
-        max_model_len=serving.client.info.max_model_len,
+        max_model_len=serving.client.info.max_model_len if body.truncate_prompt_tokens is None else None,
         add_generation_prompt=body.add_generation_prompt is not False,
         add_special_tokens=bool(body.add_special_tokens),
         variables=body.chat_template_kwargs,
     )
-    return tuple(token_ids)
+    return tuple(schemas.truncated(body, token_ids, serving.client.info, None))
 
 
 def _generation(body: ChatBody, serving: Serving, prompt: tuple[int, ...], request_hex: str) -> Generation:
@@ -65,7 +64,15 @@ def _generation(body: ChatBody, serving: Serving, prompt: tuple[int, ...], reque
         prompt_logprobs=body.prompt_logprobs,
     )
     requests = answers.engine_requests(
-        body, [prompt], sampling, info, request_hex=request_hex, default_new_tokens=None, param="messages"
+        body,
+        [prompt],
+        sampling,
+        info,
+        n=body.n or 1,
+        request_hex=request_hex,
+        default_new_tokens=None,
+        param="messages",
+        policy=answers.Policy.of(serving.settings),
     )
     return Generation(serving.client, serving.text, requests, answers.text_options(body, info))
 

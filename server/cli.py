@@ -152,7 +152,7 @@ def _metavar(info: FieldInfo) -> str:
 def _serve(args: argparse.Namespace) -> int:
     options = settings.load(flags_of(args), args.config).settings
     engine_config = options.to_engine_config()
-    with run.bind(options.host, options.port) as listener:
+    with run.listen(options) as listener:
         _check_folder(options.model)
         client = InProcessClient.from_config(engine_config) if options.in_process else ProcessClient(engine_config)
         return run.serve(client, options, listener)

@@ -26,22 +26,25 @@ router = APIRouter(tags=["completions"])
 @router.post("/v1/completions", operation_id="create_completion")
 async def create_completion(request: Request, body: CompletionBody) -> Response:
     serving: Serving = request.app.state.serving
-    arrived_s = time.monotonic()
-    headers = schemas.check_extra_fields(body)
+    headers = serving.headers_of(body)
+    body = serving.with_usage(body)
+    answer_id = f"cmpl-{request.state.request_hex}"
     head = {
-        "id": f"cmpl-{request.state.request_hex}",
+        "id": answer_id,
         "object": "text_completion",
         "created": int(time.time()),
         "model": schemas.check_model(body, serving.served_names),
+        "system_fingerprint": serving.fingerprint,
     }
-    reservation = serving.admission.reserve(len(body.prompt) * (body.n or 1))
-    try:
-        prompts = [await encode(prompt, body, serving.text, serving.client.info) for prompt in body.prompt]
-        generation = generation_of(body, serving.client, serving.text, prompts, request.state.request_hex)
-        generation.submit(serving.metrics, reservation, arrived_s)
-    except BaseException:
-        reservation.release()
-        raise
+    prompts: list[Prompt] = []
+
+    async def prepare() -> Generation:
+        for prompt in body.prompt:
+            prompts.append(await encode(prompt, body, serving.text, serving.client.info))
+        policy = answers.Policy.of(serving.settings)
+        return generation_of(body, serving.client, serving.text, prompts, request.state.request_hex, policy)
+
+    generation = await answers.admit(request, len(body.prompt) * body.draws, answer_id, prepare)
     writer = _Writer(body, head, serving.text, prompts, generation)
     if body.stream:
         frames = answers.stream(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
@@ -55,7 +58,7 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     own_text: str | None
-    """The caller's, unchanged; None for a prompt of ids."""
+    """The caller's, unchanged; None for a prompt of ids or one that was cut."""
     decoder: Text
     skip_special_tokens: bool
 
@@ -82,16 +85,26 @@ class Prompt:
 async def encode(prompt: schemas.RawPrompt, body: CompletionBody, text: Text, info: EngineInfo) -> Prompt:
     """Raises ApiError 400 for text that cannot be a prompt of this model."""
     skip_special_tokens = body.skip_special_tokens is not False
-    if not isinstance(prompt, str):
-        return Prompt(prompt, None, text, skip_special_tokens)
-    token_ids = await text.encode_prompt(
-        prompt, max_model_len=info.max_model_len, add_special_tokens=body.add_special_tokens is not False
-    )
-    return Prompt(tuple(token_ids), prompt, text, skip_special_tokens)
+    if isinstance(prompt, str):
+        whole: Sequence[int] = await text.encode_prompt(
+            prompt,
+            max_model_len=info.max_model_len if body.truncate_prompt_tokens is None else None,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+    else:
+        whole = prompt
+    token_ids = schemas.truncated(body, whole, info, DEFAULT_MAX_TOKENS)
+    own_text = prompt if isinstance(prompt, str) and len(token_ids) == len(whole) else None
+    return Prompt(tuple(token_ids), own_text, text, skip_special_tokens)
 
 
 def generation_of(
-    body: CompletionBody, client: EngineClient, text: Text, prompts: Sequence[Prompt], request_hex: str
+    body: CompletionBody,
+    client: EngineClient,
+    text: Text,
+    prompts: Sequence[Prompt],
+    request_hex: str,
+    policy: answers.Policy = answers.Policy(),  # noqa: B008 - frozen
 ) -> Generation:
     """All of it checked, nothing submitted. Raises ApiError 400. request_hex: unique for the life of the engine."""
     info = client.info
@@ -100,7 +113,7 @@ def generation_of(
         body,
         info,
         text,
-        logprobs=body.logprobs,
+        logprobs=0 if body.logprobs is None and body.is_ranked else body.logprobs,
         prompt_logprobs=max((k for k in of_prompt if k is not None), default=None),
     )
     requests = answers.engine_requests(
@@ -108,13 +121,34 @@ def generation_of(
         [prompt.token_ids for prompt in prompts],
         sampling,
         info,
+        n=body.draws,
         request_hex=request_hex,
         default_new_tokens=DEFAULT_MAX_TOKENS,
         param="prompt",
+        policy=policy,
     )
     prompt_chars = [len(prompt.text) for prompt in prompts] if body.logprobs is not None else []
     options = answers.text_options(body, info)
     return Generation(client, text, requests, options, prompt_chars=prompt_chars)
+
+
+def answered(body: CompletionBody, generation: Generation) -> list[Choice]:
+    """The choices that are the answer, in order of index, nothing of them taken yet.
+
+    With best_of beyond n: of each prompt the n likeliest, by the mean logprob of their tokens, the likeliest first.
+    """
+    if not body.is_ranked:
+        return generation.choices
+    best: list[Choice] = []
+    for first in range(0, len(generation.choices), body.draws):
+        ranked = sorted(generation.choices[first : first + body.draws], key=_mean_logprob, reverse=True)
+        best += ranked[: body.n or 1]
+    return best
+
+
+def _mean_logprob(choice: Choice) -> float:
+    values = [entry.logprob for entry in choice.news.logprobs]
+    return sum(values) / len(values) if values else 0.0
 
 
 class _Writer:
@@ -150,7 +184,8 @@ class _Writer:
         return self._frame(choice, news.text, entries, news.token_ids, answers.ending_json(choice))
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(choice) for choice in self._generation.choices]
+        answer = answered(self._body, self._generation)
+        choices = [self._choice(choice) | {"index": index} for index, choice in enumerate(answer)]
         return {**self._head, "choices": choices, "usage": self._generation.usage.as_dict()}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -184,7 +219,7 @@ class _Writer:
         return self._template.render(*values)
 
     def _prompt(self, choice: Choice) -> Prompt:
-        return self._prompts[choice.index // (self._body.n or 1)]
+        return self._prompts[choice.index // self._body.draws]
 
     def _logprobs(self, news: News) -> dict[str, Any]:
         return logprobs.legacy(news.logprobs, news.offsets, self._body.logprobs or 0, self._name, news.token_ids)

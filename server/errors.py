@@ -103,6 +103,10 @@ def unsupported_parameter(message: str, param: str) -> ApiError:
     return _refused(message, "unsupported_parameter", param=param)
 
 
+def unknown_parameter(param: str) -> ApiError:
+    return _refused(f"{_echo(param)} is no field of this request", "unknown_parameter", param=param)
+
+
 def context_length_exceeded(
     message: str, *, prompt_tokens: int | None = None, max_model_len: int | None = None, param: str | None = None
 ) -> ApiError:
@@ -143,6 +147,17 @@ def model_not_found(model: str, served_names: Sequence[str]) -> ApiError:
 
 def not_found(path: str) -> ApiError:
     return _refused(f"there is nothing at {_echo(path)}", "not_found", status=404)
+
+
+def request_not_found(request_id: str) -> ApiError:
+    message = f"nothing runs here under the id {_echo(request_id)}: it has ended, or it never was"
+    return _refused(message, "request_not_found", status=404)
+
+
+def request_cancelled() -> ApiError:
+    """Told to whoever waits for an answer that another call ended. Sent again, it would only be unwanted again."""
+    message = "the request was cancelled by its id"
+    return _refused(message, "request_cancelled", status=409, headers={"x-should-retry": "false"})
 
 
 def method_not_allowed(method: str, path: str, allow: str | None = None) -> ApiError:

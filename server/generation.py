@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
 from engine.client import EngineClient, RequestStream
@@ -183,6 +183,8 @@ class Generation:
             first = sum(map(len, self._choices))
             self._choices.append([Choice(first + j, request, text, options, chars) for j in range(request.n)])
         self._books: list[_Books] = []
+        self._on_close = ExitStack()
+        self._was_cancelled = False
 
     @property
     def choices(self) -> list[Choice]:
@@ -208,6 +210,8 @@ class Generation:
             self._streams.clear()
             raise
         self._metrics, self._reservation = metrics, reservation
+        if reservation is not None:
+            reservation.spend(self.usage.prompt_tokens)
         arrived_s = time.monotonic() if arrived_s is None else arrived_s
         self._books = [_Books(metrics, arrived_s) for _ in self.choices]
         if metrics is not None:
@@ -250,13 +254,33 @@ class Generation:
                 if not num_open:
                     return
 
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Call this once, when all is over."""
+        self._on_close.callback(call)
+
+    def cancel(self) -> None:
+        """End it from outside: whoever reads `news` gets ApiError 409."""
+        self._was_cancelled = True
+        for stream in self._streams:
+            stream.cancel()
+
+    def timing(self) -> str:
+        """The times so far as a Server-Timing header: until the first token of any choice, from there on, in all."""
+        firsts = [books.first_s for books in self._books if books.first_s is not None]
+        arrived_s, now = self._books[0].arrived_s, time.monotonic()
+        first_s = min(firsts, default=now)
+        parts = {"first": first_s - arrived_s, "decode": now - first_s, "total": now - arrived_s}
+        return ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in parts.items())
+
     async def aclose(self) -> None:
         for stream in self._streams:
             await stream.aclose()
         for choice, books in zip(self.choices, self._books, strict=False):
             books.close(choice.finish_reason or "cancelled", choice.num_tokens)
         if self._reservation is not None:
+            self._reservation.spend(self.usage.completion_tokens)
             self._reservation.release()
+        self._on_close.close()
 
     def _tell(self, number: int, update: Update) -> Choice | None:
         """Pass the update on; None when its choice ended before, by a stop string."""
@@ -280,6 +304,8 @@ class Generation:
         if choice.finish_reason in ("failed", "cancelled"):
             for other in self.choices:
                 other.interrupt()
+            if self._was_cancelled and update.finish == "cancelled":
+                raise errors.request_cancelled()
             raise errors.from_failure(update.error_code)
         return choice
 
@@ -317,29 +343,32 @@ class _Books:
     """One choice's times and counts on their way into the metrics."""
 
     def __init__(self, metrics: Metrics | None, arrived_s: float) -> None:
+        self.arrived_s = arrived_s
+        self.first_s: float | None = None
+        """When its first token came."""
         self._metrics = metrics
-        self._arrived_s = arrived_s
-        self._first_s: float | None = None
         self._last_s = arrived_s
         self._is_closed = False
 
     def drawn(self, tokens: int) -> None:
-        if self._metrics is None or not tokens:
+        if not tokens:
             return
         now = time.monotonic()
-        if self._first_s is None:
-            self._first_s = now
-            self._metrics.first_token(now - self._arrived_s)
+        is_first, self.first_s = self.first_s is None, self.first_s or now
+        if self._metrics is None:
+            return
+        if is_first:
+            self._metrics.first_token(now - self.arrived_s)
             tokens -= 1
         if tokens:
-            self._metrics.token_gap(now - self._last_s if self._last_s > self._arrived_s else 0.0, tokens)
+            self._metrics.token_gap(now - self._last_s if self._last_s > self.arrived_s else 0.0, tokens)
         self._last_s = now
 
     def close(self, reason: FinishReason, generated_tokens: int) -> None:
         if self._metrics is None or self._is_closed:
             return
         self._is_closed = True
-        decode_s = None if self._first_s is None else self._last_s - self._first_s
+        decode_s = None if self.first_s is None else self._last_s - self.first_s
         self._metrics.finished(
-            reason, generated_tokens=generated_tokens, e2e_s=time.monotonic() - self._arrived_s, decode_s=decode_s
+            reason, generated_tokens=generated_tokens, e2e_s=time.monotonic() - self.arrived_s, decode_s=decode_s
         )

@@ -68,7 +68,7 @@ class Trace:
         request_hex = uuid.uuid4().hex
         asked = Headers(scope=scope).get("x-request-id", "")
         request_id = asked if _SANE_REQUEST_ID.fullmatch(asked) else f"req-{request_hex}"
-        scope.setdefault("state", {}).update(request_id=request_id, request_hex=request_hex)
+        scope.setdefault("state", {}).update(request_id=request_id, request_hex=request_hex, key=None)
         answer = _Answer()
 
         async def watched_receive() -> Message:
@@ -149,7 +149,8 @@ class OriginGuard:
 class KeyGuard:
     """Lets in who brings one of the keys; everywhere but at the probes.
 
-    Holds digests only. Comparing them in constant time, all of them, tells nothing of how near a guess came.
+    `request.state.key` is the key's digest in hex, None where nobody needs one. Holds digests only: comparing them in
+    constant time, all of them, tells nothing of how near a guess came.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Iterable[str]) -> None:
@@ -161,14 +162,15 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         key = _key_of(Headers(scope=scope))
-        if key is not None and self._is_known(key):
+        # Header bytes were decoded as latin-1; this gives back what the client sent.
+        digest = None if key is None else _digest(key.encode("latin-1"))
+        if digest is not None and self._is_known(digest):
+            scope["state"]["key"] = digest.hex()
             await self._app(scope, receive, send)
         else:
             await errors.invalid_api_key(is_missing=key is None).response()(scope, receive, send)
 
-    def _is_known(self, key: str) -> bool:
-        # Header bytes were decoded as latin-1; this gives back what the client sent.
-        digest = _digest(key.encode("latin-1"))
+    def _is_known(self, digest: bytes) -> bool:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(matches)
 

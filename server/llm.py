@@ -138,7 +138,7 @@ class LLM:
 
     async def _generate(self, body: CompletionBody) -> list[Completion]:
         capacity = self.info.max_num_seqs + self.info.max_waiting
-        places = asyncio.Semaphore(max(1, capacity // (body.n or 1)))
+        places = asyncio.Semaphore(max(1, capacity // body.draws))
 
         async def one(raw: schemas.RawPrompt) -> Completion:
             async with places:
@@ -166,7 +166,9 @@ class LLM:
                 pass
         finally:
             await generation.aclose()
-        return Completion(prompt.own_text, prompt.token_ids, tuple(map(_output, generation.choices)))
+        return Completion(
+            prompt.own_text, prompt.token_ids, tuple(map(_output, completions.answered(body, generation)))
+        )
 
 
 def _output(choice: Choice) -> ChoiceOutput:

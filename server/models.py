@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import platform
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, Request
 
+from engine.types import EngineInfo
 from server import errors
 from server.serving import Serving
 
@@ -46,6 +51,39 @@ async def load(request: Request) -> dict[str, int]:
     """Choices that run or wait, for balancers that ask rather than scrape."""
     serving: Serving = request.app.state.serving
     return {"server_load": serving.client.num_outstanding}
+
+
+@router.get("/server_info", operation_id="server_info")
+async def server_info(request: Request) -> dict[str, Any]:
+    """What runs here and how it was set up. No key, and no path that the user did not give."""
+    serving: Serving = request.app.state.serving
+    engine = asdict(serving.client.info)
+    del engine["tokenizer_dir"]
+    return {
+        "system_fingerprint": serving.fingerprint,
+        "versions": versions(),
+        "config": serving.settings.model_dump(mode="json", exclude={"api_key", "api_key_file", "ssl_keyfile"}),
+        "has_api_keys": bool(serving.settings.api_key or serving.settings.api_key_file),
+        "engine": engine,
+        "stats": asdict(serving.client.stats),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of this program, Python and the libraries that decide what comes out; those that are installed."""
+    found = {"cellserve": version(), "python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers", "triton", "fastapi", "uvicorn", "pydantic"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def fingerprint(info: EngineInfo) -> str:
+    """Changes when answers may: with the model's name and shape, the precision, the device's kind or the version."""
+    parts = (version(), info.model, info.architecture, info.dtype, info.vocab_size, info.device.partition(":")[0])
+    return "fp_" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
 def _card(serving: Serving, name: str) -> dict[str, Any]:

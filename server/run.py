@@ -15,6 +15,7 @@ import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import FrameType
 
 import h11
@@ -44,11 +45,15 @@ _BACKLOG = 2048
 
 
 def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> int:
-    """Serve until a signal or a failed start, and return the exit code. `listener` comes from `bind`."""
+    """Serve until a signal or a failed start, and return the exit code. `listener` comes from `listen`."""
     configure_logging()
     app = create_app(client, settings)
     server = Server(uvicorn_config(app, settings), app.state.lifecycle, settings, listener)
-    asyncio.run(server.serve(sockets=[listener]))
+    try:
+        asyncio.run(server.serve(sockets=[listener]))
+    finally:
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
     return server.exit_code
 
 
@@ -65,11 +70,38 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         timeout_keep_alive=settings.keep_alive_timeout,
         timeout_graceful_shutdown=_FLUSH_S,
         backlog=_BACKLOG,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
     )
 
 
+def listen(settings: Settings) -> socket.socket:
+    """Take the address, or the Unix socket's path, before a model is loaded for it. Raises ConfigError."""
+    return bind(settings.host, settings.port) if settings.uds is None else bind_unix(settings.uds)
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Take a Unix socket's path; one that a server left behind is taken over. Raises ConfigError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _is_answered(path):
+            path.unlink()
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise ConfigError(f"cannot listen on --uds {path}: {reason}") from error
+    return listener
+
+
+def _is_answered(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address before a model is loaded for it. Raises ConfigError."""
+    """Raises ConfigError when the address cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -110,7 +142,7 @@ class Server(uvicorn.Server):
         self.exit_code = EXIT_OK
         self._lifecycle = lifecycle
         self._settings = settings
-        self._url = url_of(settings.host, listener)
+        self._url = url_of(settings, listener)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -180,11 +212,14 @@ class Protocol(H11Protocol):
         self.transport.close()
 
 
-def url_of(host: str, listener: socket.socket) -> str:
+def url_of(settings: Settings, listener: socket.socket) -> str:
     """What a client on this machine may paste. A server on all addresses is reached by the loopback one."""
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    if settings.uds is not None:
+        return f"{scheme}://localhost"
     port = listener.getsockname()[1]
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
 def ready_line(url: str, info: EngineInfo, settings: Settings) -> str:
@@ -193,7 +228,10 @@ def ready_line(url: str, info: EngineInfo, settings: Settings) -> str:
     if info.tokenizer_dir is None:
         body["prompt"] = [1, 2, 3]
     key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_key or settings.api_key_file else ""
-    command = f"curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    place = "" if settings.uds is None else f" --unix-socket {shlex.quote(str(settings.uds))}"
+    command = (
+        f"curl{place} {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    )
     return f"ready: {url} serves {settings.names()[0]} with {info.kv_cells:,} K/V cells. Try: {command}"
 
 

@@ -8,7 +8,7 @@ Fields nobody knows are let through and reported in the header `x-ignored-params
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS = 16
 _MAX_STOPS = 4
 _MAX_BIASED = 1024
 _MAX_BAD_WORDS = 128
-_MAX_MESSAGES = 4096
+MAX_MESSAGES = 4096
 """Checking more would hold up the event loop: they cost about 10 us each."""
 _MAX_REPORTED = 16
 _GREEDY_BELOW = 1e-5
@@ -213,6 +213,10 @@ class GenerationBody(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     """Both values are obeyed: the decoders served here put none."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """The prompt is cut to this many tokens; -1: to what leaves room for the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where it is cut: at its beginning, unless this says right."""
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -233,6 +237,10 @@ class GenerationBody(BaseModel):
             raise errors.invalid_value("stream_options is only possible with stream", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise errors.unsupported_parameter("prompt_logprobs is not possible with stream", "prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise errors.invalid_value(
+                "truncate_prompt_tokens is 0, which leaves no prompt: send -1, or 1 and more", "truncate_prompt_tokens"
+            )
         limit = self.token_limit
         if self.min_tokens and limit is not None and self.min_tokens > limit:
             raise errors.invalid_value(
@@ -260,10 +268,22 @@ class CompletionBody(GenerationBody):
     ] = None
 
     @model_validator(mode="after")
-    def _ranks_nothing(self) -> CompletionBody:
-        if self.best_of not in (None, 1, self.n or 1):
-            raise errors.unsupported_parameter("best_of other than n is not supported", "best_of")
+    def _can_rank(self) -> CompletionBody:
+        n = self.n or 1
+        if self.best_of is not None and 1 < self.best_of < n:
+            raise errors.invalid_value(f"best_of is {self.best_of}, less than n, which is {n}", "best_of")
+        if self.is_ranked and self.stream:
+            raise errors.invalid_value("best_of beyond n is not possible with stream: nothing is best yet", "best_of")
         return self
+
+    @property
+    def draws(self) -> int:
+        """Choices that are made for each prompt; the best n of them are the answer."""
+        return max(self.n or 1, self.best_of or 1)
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.draws > (self.n or 1)
 
 
 class Message(BaseModel):
@@ -285,7 +305,7 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
@@ -315,7 +335,7 @@ def _part_text(part: Mapping[str, Any]) -> str:
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Fields that other servers know and this one cannot obey -> the values that ask for nothing, beside null.
-    **{"suffix": ("",), "prompt_embeds": (), "truncate_prompt_tokens": (), "truncation_side": (), "logprobs_mode": ()},
+    **{"suffix": ("",), "prompt_embeds": (), "logprobs_mode": ()},
     **{"use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,)},
     **{"response_format": ({"type": "text"},), "structured_outputs": ({},), "json_schema": (), "regex": (), "ebnf": ()},
     **{"grammar": ("",), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": ()},
@@ -339,12 +359,24 @@ _NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_extra_fields(body: GenerationBody) -> dict[str, str]:
-    """Refuse fields that ask for what this server cannot do; name those nobody knows in the headers returned."""
+class Named(Protocol):
+    """A body that may name its model."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+def check_extra_fields(body: GenerationBody, *, is_strict: bool = False) -> dict[str, str]:
+    """Refuse fields that ask for what this server cannot do; name those nobody knows in the headers returned.
+
+    is_strict: refuse those too.
+    """
     known = _NEUTRAL | _NEUTRAL_IN_CHAT if isinstance(body, ChatBody) else _NEUTRAL
     ignored = []
     for name, value in (body.model_extra or {}).items():
         if name not in known:
+            if is_strict:
+                raise errors.unknown_parameter(name)
             ignored.append(name)
         elif value is not None and value not in known[name]:
             raise errors.unsupported_parameter(f"{name} is not supported with this value", name)
@@ -355,7 +387,7 @@ def check_extra_fields(body: GenerationBody) -> dict[str, str]:
     return {"x-ignored-params": ",".join(names)}
 
 
-def check_model(body: GenerationBody, served_names: Sequence[str]) -> str:
+def check_model(body: Named, served_names: Sequence[str]) -> str:
     """The name that the answer carries."""
     if body.model is not None and body.model not in served_names:
         raise errors.model_not_found(body.model, served_names)
@@ -366,13 +398,37 @@ def check_prompt(token_ids: Sequence[int], info: EngineInfo, param: str) -> None
     """Raise ApiError for an empty prompt and for ids outside the vocabulary."""
     if not token_ids:
         raise errors.invalid_value("the prompt has no tokens: at least 1 is needed", param)
-    _check_ids(token_ids, info, param)
+    check_ids(token_ids, info, param)
 
 
-def new_tokens(body: GenerationBody, prompt_tokens: int, info: EngineInfo, default: int | None, param: str) -> int:
-    """How many tokens the answer may have: as asked, or `default` (None: no limit) as far as the context reaches."""
+def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo, default: int | None) -> Sequence[int]:
+    """The prompt as far as truncate_prompt_tokens lets it in. `default`: as for `new_tokens`."""
+    keep = body.truncate_prompt_tokens
+    if keep == -1:
+        limit = body.token_limit
+        keep = max(1, info.max_model_len - (limit if limit is not None else default or 1))
+    if keep is None or len(token_ids) <= keep:
+        return token_ids
+    return token_ids[:keep] if body.truncation_side == "right" else token_ids[-keep:]
+
+
+def new_tokens(
+    body: GenerationBody,
+    prompt_tokens: int,
+    info: EngineInfo,
+    default: int | None,
+    param: str,
+    *,
+    clamps: bool = False,
+) -> int:
+    """How many tokens the answer may have: as asked, or `default` (None: no limit) as far as the context reaches.
+
+    clamps: what is asked for is cut to the context too, where it leaves any room at all.
+    """
     asked = body.token_limit
     room = info.max_model_len - prompt_tokens
+    if clamps and asked and room >= 1:
+        return max(min(asked, room, info.kv_cells - prompt_tokens), 1)
     if (asked is not None and asked > room) or (asked is None and room < 1):
         over = f" and {asked} are asked for" if asked is not None else ", which leaves no room for an answer"
         raise errors.context_length_exceeded(
@@ -395,12 +451,12 @@ def sampling_params(
     temperature = _first(body.temperature, defaults.temperature, 1.0)
     top_k = max(_first(body.top_k, defaults.top_k, 0), 0)
     stop_token_ids = list(body.stop_token_ids or ())
-    _check_ids(stop_token_ids, info, "stop_token_ids")
+    check_ids(stop_token_ids, info, "stop_token_ids")
     if not body.ignore_eos:
         stop_token_ids += info.eos_token_ids
     if body.allowed_token_ids is not None:
-        _check_ids(body.allowed_token_ids, info, "allowed_token_ids")
-    _check_ids([token_id for token_id, _ in body.logit_bias], info, "logit_bias")
+        check_ids(body.allowed_token_ids, info, "allowed_token_ids")
+    check_ids([token_id for token_id, _ in body.logit_bias], info, "logit_bias")
     return SamplingParams(
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
         top_p=_first(body.top_p, defaults.top_p, 1.0),
@@ -432,7 +488,7 @@ def _first(*values: _Number | None) -> _Number:
     return next(value for value in values if value is not None)
 
 
-def _check_ids(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
+def check_ids(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
     if token_ids and (max(token_ids) >= info.vocab_size or min(token_ids) < 0):
         outside: Callable[[int], bool] = lambda token_id: not 0 <= token_id < info.vocab_size  # noqa: E731
         raise errors.invalid_value(

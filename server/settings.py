@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 
 from engine.config import DEFAULT_MODEL, DEFAULT_MODEL_NAME, CacheKind, EngineConfig, LoadFormat
 from engine.errors import ConfigError
+from server.key_limits import KeyLimits
 
 ENV_PREFIX = "CELLSERVE_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
@@ -165,6 +167,34 @@ class Settings(BaseSettings):
         Field(description="one line on stderr for each answer but those of probes"),
         Option("API", "server/guards.py"),
     ] = True
+    uds: Annotated[
+        Path | None,
+        Field(description="listen on a Unix socket at this path instead of an address"),
+        Option("API", "server/run.py"),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None, Field(description="certificate chain: answer over TLS"), Option("API", "server/run.py")
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None,
+        Field(description="private key of --ssl-certfile, where that does not hold it"),
+        Option("API", "server/run.py"),
+    ] = None
+    context_overflow: Annotated[
+        Literal["error", "clamp"],
+        Field(description="a max_tokens beyond the context is refused, or cut to what fits"),
+        Option("API", "server/answers.py"),
+    ] = "error"
+    strict_params: Annotated[
+        bool,
+        Field(description="refuse fields that nobody knows instead of naming them in x-ignored-params"),
+        Option("API", "server/serving.py"),
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool,
+        Field(description="end every stream with its usage, asked for or not"),
+        Option("API", "server/serving.py"),
+    ] = False
     in_process: Annotated[
         bool,
         Field(description="run the engine in this process instead of its own"),
@@ -182,6 +212,26 @@ class Settings(BaseSettings):
         Field(description="status of that refusal"),
         Option("limits", "server/admission.py"),
     ] = 429
+    queue_timeout: Annotated[
+        float | None,
+        Field(gt=0, description="how long a request may wait for a place before it gets 504"),
+        Option("limits", "server/answers.py", "s"),
+    ] = None
+    key_requests_per_minute: Annotated[
+        int | None,
+        Field(ge=1, description="what each API key may ask for"),
+        Option("limits", "server/key_limits.py", "requests"),
+    ] = None
+    key_tokens_per_minute: Annotated[
+        int | None,
+        Field(ge=1, description="prompt and answer tokens of each API key"),
+        Option("limits", "server/key_limits.py", "tokens"),
+    ] = None
+    key_concurrent: Annotated[
+        int | None,
+        Field(ge=1, description="requests of each API key at once"),
+        Option("limits", "server/key_limits.py", "requests"),
+    ] = None
     max_body_bytes: Annotated[
         int, Field(ge=1024, description="longest request body"), Option("limits", "server/guards.py", "bytes")
     ] = 8 * 1024 * 1024
@@ -218,6 +268,23 @@ class Settings(BaseSettings):
                 raise ConfigError(f"--api-key-file {self.api_key_file} holds no key: nobody would be kept out")
             keys += in_file
         return tuple(keys)
+
+    def key_limits(self) -> KeyLimits:
+        return KeyLimits(self.key_requests_per_minute, self.key_tokens_per_minute, self.key_concurrent)
+
+    def check(self) -> None:
+        """Raise ConfigError for options that do not go together, or for files that do not hold what they should."""
+        self.to_engine_config()
+        if not self.keys() and not self.key_limits().is_off:
+            raise ConfigError("limits of keys are given but no key: give --api-key or --api-key-file")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("--ssl-keyfile is given without --ssl-certfile")
+        if self.ssl_certfile is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except OSError as error:  # ssl.SSLError is one
+                reason = error.strerror or str(error)
+                raise ConfigError(f"--ssl-certfile {self.ssl_certfile} cannot be used: {reason}") from error
 
     def to_engine_config(self) -> EngineConfig:
         """The engine's part. Raises ConfigError for options that do not go together."""
@@ -287,8 +354,7 @@ def load(flags: Mapping[str, Any] | None = None, config_file: str | None = None)
         settings = Settings(**values)
     except ValidationError as error:
         raise ConfigError(_describe(error, sources)) from error
-    settings.to_engine_config()
-    settings.keys()
+    settings.check()
     return Loaded(settings, sources)
 
 

@@ -30,6 +30,10 @@ _BYTES_PER_TOKEN = 12
 """More bytes a token than any prompt has: text beyond this times the context is refused without encoding it."""
 
 
+_TOLD = ("tokenizer_class", "add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
+"""Of the configuration; the rest may name folders of the machine it was made on."""
+
+
 class TemplateMessage(Protocol):
     """One message of a conversation, before it is what templates read: `Message` of the schemas."""
 
@@ -47,6 +51,8 @@ class Text:
         self.bos_token: str | None = None
         self.eos_token: str | None = None
         self.chat_template: ChatTemplate | None = None
+        self.description: dict[str, Any] = {}
+        """Of the tokenizer, in the words of its own configuration: special tokens, what it adds, the template."""
         self.special_ids: frozenset[int] = frozenset()
         self._tokenizer: Tokenizer | None = None
         self._warned_of_bos = False
@@ -73,6 +79,11 @@ class Text:
         self.bos_token = special_tokens.get("bos_token")
         self.eos_token = special_tokens.get("eos_token")
         template = _template_source(folder, config)
+        self.description = {
+            **{name: config[name] for name in _TOLD if name in config},
+            **special_tokens,
+            "chat_template": template,
+        }
         if template is not None:
             try:
                 self.chat_template = ChatTemplate(
@@ -111,10 +122,14 @@ class Text:
         return token_ids
 
     async def encode_prompt(
-        self, text: str, *, max_model_len: int, add_special_tokens: bool = True, param: str = "prompt"
+        self, text: str, *, max_model_len: int | None = None, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[int]:
-        """As encode, off the event loop when long. Raises ApiError 400 when it is hopelessly over the context."""
-        self._refuse_by_size(text, max_model_len, param)
+        """As encode, off the event loop when long. Raises ApiError 400 when it is hopelessly over the context.
+
+        max_model_len: None for text of any length.
+        """
+        if max_model_len is not None:
+            self._refuse_by_size(text, max_model_len, param)
         if len(text) <= _LONGEST_ON_LOOP:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
@@ -123,7 +138,7 @@ class Text:
         self,
         messages: Sequence[TemplateMessage],
         *,
-        max_model_len: int,
+        max_model_len: int | None = None,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         variables: Mapping[str, Any] | None = None,
@@ -141,14 +156,15 @@ class Text:
                 variables,
                 add_generation_prompt=add_generation_prompt,
             )
-            self._refuse_by_size(rendered, max_model_len, "messages")
+            if max_model_len is not None:
+                self._refuse_by_size(rendered, max_model_len, "messages")
             token_ids: list[int] = []
             for piece in self.chat_template.pieces(rendered):
                 token_ids += self.encode(piece, add_special_tokens=add_special_tokens and not token_ids)
             return token_ids
 
         size = sum(_num_characters(message.content) for message in messages)
-        if size > _BYTES_PER_TOKEN * max_model_len:
+        if max_model_len is not None and size > _BYTES_PER_TOKEN * max_model_len:
             raise _hopeless(size, max_model_len, "messages")
         if size + len(messages) * 64 <= _LONGEST_ON_LOOP:
             return run()

@@ -235,6 +235,19 @@ def test_a_deadline_ends_a_request_wherever_it_is():
     assert engine.finish("patient") == "length"
 
 
+def test_a_queue_timeout_ends_what_still_waits_and_nothing_that_has_run():
+    now = [0.0]
+    engine = Engine(ScriptedExecutor(), seqs=1, clock=lambda: now[0])
+    engine.submit("running", (1,), max_new_tokens=5, queue_timeout_s=5.0)
+    engine.submit("waiting", (2,), max_new_tokens=5, queue_timeout_s=5.0)
+    engine.step()
+    now[0] = 6.0
+    engine.run()
+    assert (engine.finish("running"), engine.finish("waiting")) == ("length", "failed")
+    assert engine.of("waiting")[-1].error_code == "deadline_exceeded"
+    assert engine.holds_nothing()
+
+
 def test_a_failed_step_ends_its_sessions_and_the_engine_goes_on(overlaps):
     executor = ScriptedExecutor(overlaps=overlaps)
     executor.fail_step(2)

@@ -143,3 +143,22 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
         pytest.raises(ModelError, match="the tokenizer of scripted cannot be used"),
     ):
         server.wait_ready()
+
+
+def test_server_info_tells_how_it_was_set_up_and_no_secret(tmp_path: Path) -> None:
+    settings = Settings(api_key="hush", access_log=False, max_waiting=7)
+    with live_server(scripted_client(tokenizer_dir=None), settings) as server:
+        assert server.http.get("/server_info").status_code == 401
+        answer = server.http.get("/server_info", headers={"X-Api-Key": "hush"})
+    info = answer.json()
+    assert info["config"]["max_waiting"] == 7
+    assert info["engine"]["architecture"] == "ScriptedForCausalLM"
+    assert {"cellserve", "python", "torch"} <= set(info["versions"])
+    assert info["has_api_keys"] is True
+    assert "hush" not in answer.text
+    assert "tokenizer_dir" not in answer.text
+
+
+def test_ping_and_load_are_one_liners(server: LiveServer) -> None:
+    assert server.http.get("/ping").json() == {"status": "ok"}
+    assert server.http.get("/load").json() == {"server_load": 0}

@@ -8,10 +8,12 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from server import cli, run, settings
@@ -162,7 +164,41 @@ def test_a_good_start_prints_one_line_with_a_command_that_works_when_pasted() ->
 
 def test_a_start_on_all_addresses_names_one_to_paste() -> None:
     with run.bind("0.0.0.0", 0) as listener:
-        assert run.url_of("0.0.0.0", listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+        url = run.url_of(Settings(host="0.0.0.0"), listener)
+        assert url == f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_unix_socket_is_served_named_in_the_command_and_gone_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    with ServerProcess("tiny", "--uds", str(path)) as server:
+        assert f"curl --unix-socket {path} http://localhost/v1/completions" in server.ready_line()
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as http:
+            assert http.get("http://localhost/v1/models").status_code == 200
+        server.signal(signal.SIGTERM)
+        assert server.ended()[0] == 0
+    assert not path.exists()
+
+
+def test_a_unix_socket_that_answers_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        code, said = complaint(capsys, "serve", "--uds", str(path))
+    assert (code, said) == (2, f"cannot listen on --uds {path}: it is in use")
+
+
+def test_a_certificate_makes_it_answer_over_tls() -> None:
+    certificate = ROOT / "tests/support/localhost.pem"
+    with ServerProcess("tiny", "--ssl-certfile", str(certificate)) as server:
+        server.ready_line()
+        assert server.url.startswith("https://127.0.0.1:")
+        with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate)), trust_env=False) as http:
+            assert http.get(f"{server.url}/v1/models").status_code == 200
+        server.signal(signal.SIGTERM)
+        assert server.ended()[0] == 0
 
 
 def test_ctrl_c_while_loading_ends_cleanly() -> None:

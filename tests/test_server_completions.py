@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from engine.config import DEFAULT_MODEL_NAME
+from server.settings import Settings
 from support.live_server import LiveServer, live_server, until
 from support.scripted import Answer, ScriptedExecutor, count_up, from_script, scripted_client
 from support.sse import events, joined_choices, post_stream, strict_json, without_cached
@@ -363,6 +364,90 @@ def test_headers_of_a_stream_keep_proxies_from_buffering_it(server: LiveServer) 
         (first, *_) = list(events(answer.iter_lines()))
     assert first["id"].startswith("cmpl-")
     assert len(first["id"]) == len("cmpl-") + 32
+
+
+def test_4_2_best_of_answers_with_the_likeliest_and_bills_all(tiny: TinyTokenizer) -> None:
+    executor = ScriptedExecutor(lambda prompt, generated, seed: 97 + seed)
+    likelihood = {97: -3.0, 98: -1.0, 99: -2.0}
+    executor.logprob_of = lambda token: likelihood[token]
+    info = {"tokenizer_dir": str(tiny.folder), "vocab_size": tiny.vocab_size, "eos_token_ids": ()}
+    with live_server(scripted_client(executor, **info)) as server:
+        body = {"prompt": ["p", "r"], "best_of": 3, "n": 2, "seed": 0, "max_tokens": 2}
+        whole = server.http.post(PATH, json=body).json()
+        assert [choice["text"] for choice in whole["choices"]] == ["bb", "cc"] * 2
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+        assert {choice["logprobs"] for choice in whole["choices"]} == {None}
+        assert whole["usage"]["completion_tokens"] == 12
+        echoed = server.http.post(PATH, json={**body, "echo": True, "logprobs": 0}).json()["choices"]
+        assert [choice["text"] for choice in echoed] == ["pbb", "pcc", "rbb", "rcc"]
+        assert refused(server, prompt="p", best_of=9)["code"] == "request_too_large"
+
+
+def test_a_prompt_that_was_cut_is_echoed_as_it_was_run(server: LiveServer) -> None:
+    for prompt in ("abcd", [97, 98, 99, 100]):
+        whole = complete(server, prompt=prompt, truncate_prompt_tokens=2, echo=True, max_tokens=1)
+        assert whole["choices"][0]["text"] == "cdx"
+        assert whole["usage"]["prompt_tokens"] == 2
+    long = "x" * (12 * 2048 + 1)
+    assert complete(server, prompt=long, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 2048 - 16
+
+
+def test_answers_carry_the_fingerprint_of_what_made_them(server: LiveServer) -> None:
+    whole = complete(server, prompt="p")
+    assert whole["system_fingerprint"].startswith("fp_")
+    chunks = post_stream(server.http, PATH, {"prompt": "p"})
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {whole["system_fingerprint"]}
+    assert server.http.get("/server_info").json()["system_fingerprint"] == whole["system_fingerprint"]
+
+
+def test_a_whole_answer_says_where_its_time_went(server: LiveServer) -> None:
+    timing = server.http.post(PATH, json={"prompt": "p"}).headers["server-timing"]
+    parts = dict(part.split(";dur=") for part in timing.split(", "))
+    assert list(parts) == ["first", "decode", "total"]
+    assert float(parts["first"]) + float(parts["decode"]) == pytest.approx(float(parts["total"]), abs=0.2)
+
+
+def test_options_of_the_server_hold_for_every_request(tiny: TinyTokenizer) -> None:
+    settings = Settings(access_log=False, strict_params=True, enable_force_include_usage=True, context_overflow="clamp")
+    with live_server(scripted_client(max_model_len=32), settings) as server:
+        assert refused(server, prompt=[5], foo=1)["param"] == "foo"
+        *_, last = post_stream(server.http, PATH, {"prompt": [5], "max_tokens": 500})
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 31)
+
+
+def test_4_7_unknown_fields_are_named_in_a_header_and_once_in_the_log(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        answer = server.http.post(PATH, json={"prompt": "p", "frobnicate": 1})
+        assert (answer.status_code, answer.headers["x-ignored-params"]) == (200, "frobnicate")
+    assert caplog.text.count("frobnicate") == 1
+
+
+def test_a_request_that_waits_too_long_for_a_place_is_a_504(tiny: TinyTokenizer) -> None:
+    executor = ScriptedExecutor(count_up)
+    executor.hold()
+    settings = Settings(access_log=False, queue_timeout=0.2)
+    with live_server(scripted_client(executor, max_num_seqs=1), settings) as server:
+        answers: dict[int, httpx.Response] = {}
+
+        def ask(token: int) -> None:
+            answers[token] = server.http.post(PATH, json={"prompt": [token], "max_tokens": 4})
+
+        threads = [threading.Thread(target=ask, args=(token,)) for token in (5, 6)]
+        threads[0].start()
+        executor.wait_held()
+        threads[1].start()
+        until(lambda: server.metric("cellserve:choices_started_total") == 2)
+        executor.release(1)
+        executor.wait_held()
+        deadline_s = time.monotonic() + 0.25
+        until(lambda: time.monotonic() > deadline_s)
+        executor.release()
+        for thread in threads:
+            thread.join()
+        assert answers[5].status_code == 200
+        assert (answers[6].status_code, answers[6].json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
 def test_the_openai_client_reads_every_answer_strictly(server: LiveServer) -> None:

@@ -63,7 +63,7 @@ def test_stop_strings_act(llm: LLM) -> None:
     ("fields", "named"),
     [
         ({"temperature": 3}, "temperature"),
-        ({"best_of": 3}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"tempreature": 1}, "tempreature"),
         ({"stream": True}, "stream"),

@@ -115,7 +115,9 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "echo": ([True, False], [1, "true"]),
     "stream": ([True, False], [1]),
     "priority": ([-3, 0, 3], [1.5]),
-    "best_of": ([1], [0, 2, True]),
+    "best_of": ([1, 2], [0, 1.5, True]),
+    "truncate_prompt_tokens": ([-1, 1, 50], [0, -2, 1.5, True]),
+    "truncation_side": (["left", "right"], ["middle", 1]),
     "timeout": ([0.5, 30], [0, -1]),
     "user": (["me"], [7]),
     "cache_salt": (["s"], ["", 7]),
@@ -222,6 +224,39 @@ def test_b14_overflow_is_a_400_with_the_numbers(prompt_tokens: int, fields: dict
         assert str(number) in error.message
 
 
+def test_overflow_may_be_clamped_where_there_is_room_at_all() -> None:
+    clamped: Callable[[int, dict[str, Any]], int] = lambda prompt, fields: schemas.new_tokens(  # noqa: E731
+        completion(**fields), prompt, INFO, 16, "prompt", clamps=True
+    )
+    assert clamped(8, {"max_tokens": 5000}) == 2040
+    assert clamped(8, {"max_tokens": 5}) == 5
+    assert clamped(8, {"max_tokens": 0}) == 0
+    assert clamped(8, {}) == 16
+    assert refusal(lambda: clamped(2048, {"max_tokens": 1})).code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, [1, 2, 3, 4]),
+        ({"truncate_prompt_tokens": 9}, [1, 2, 3, 4]),
+        ({"truncate_prompt_tokens": 3}, [2, 3, 4]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [1, 2, 3]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 6}, [1, 2, 3, 4]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 8}, [3, 4]),
+        ({"truncate_prompt_tokens": -1}, [4]),
+    ],
+)
+def test_a_prompt_is_cut_at_the_side_that_is_asked_for(fields: dict[str, Any], kept: list[int]) -> None:
+    info = scripted_info(max_model_len=10)
+    assert schemas.truncated(completion(**fields), [1, 2, 3, 4], info, 16) == kept
+
+
+def test_strict_params_refuse_what_nobody_knows() -> None:
+    error = refusal(lambda: schemas.check_extra_fields(completion(foo=1), is_strict=True))
+    assert (error.status, error.code, error.param) == (400, "unknown_parameter", "foo")
+
+
 def test_a_chat_may_fill_the_rest_of_the_context() -> None:
     assert schemas.new_tokens(chat(), 48, INFO, None, "messages") == 2000
     assert schemas.new_tokens(chat(max_completion_tokens=5), 48, INFO, None, "messages") == 5
@@ -234,7 +269,8 @@ def test_a_chat_may_fill_the_rest_of_the_context() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(fields: dict[str, Any], param: str) -> None:
@@ -254,7 +290,6 @@ def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
         (completion(use_beam_search=True), "use_beam_search"),
         (completion(response_format={"type": "json_object"}), "response_format"),
         (completion(guided_json={}), "guided_json"),
-        (completion(truncate_prompt_tokens=5), "truncate_prompt_tokens"),
         (completion(prompt_embeds="x"), "prompt_embeds"),
         (chat(tools=[{"type": "function"}]), "tools"),
         (chat(chat_template="x"), "chat_template"),

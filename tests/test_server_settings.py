@@ -175,3 +175,17 @@ def test_every_engine_option_reaches_the_engine() -> None:
 def test_every_option_is_described_and_read_by_a_file_that_exists(field: str) -> None:
     assert Settings.model_fields[field].description
     assert (ROOT / settings.option(field).reader).is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"key_concurrent": "2"}, "limits of keys are given but no key: give --api-key or --api-key-file"),
+        ({"ssl_keyfile": "k.pem"}, "--ssl-keyfile is given without --ssl-certfile"),
+        ({"ssl_certfile": "none.pem"}, "--ssl-certfile none.pem cannot be used: No such file or directory"),
+        ({"context_overflow": "cut"}, "--context-overflow is 'cut'"),
+        ({"queue_timeout": "0"}, "--queue-timeout is '0'"),
+    ],
+)
+def test_what_does_not_go_together_or_is_not_there_is_told_before_a_start(flags: dict[str, object], words: str) -> None:
+    assert words in refusal(flags)

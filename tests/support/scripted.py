@@ -80,6 +80,8 @@ class ScriptedExecutor:
     ) -> None:
         self.answer = answer
         self.overlaps = overlaps
+        self.logprob_of: Callable[[int], float] = lambda token: -1.0
+        """What a drawn or given token had."""
         self.total_cells = cells
         self.max_sessions = max_sessions
         self.max_session_tokens = max_session_tokens
@@ -266,12 +268,12 @@ class ScriptedExecutor:
                 heappush(self._free, cell)
 
     def _logprobs(self, tokens: Sequence[int], alternatives: int | None) -> tuple[TokenLogprobs, ...] | None:
-        """Every token drawn had logprob -1; the alternatives are it and the ids behind it, each 1 less likely."""
+        """The alternatives are the token itself and the ids behind it, each 1 less likely."""
         if alternatives is None:
             return None
         return tuple(
-            TokenLogprobs(token, -1.0, tuple((token + rank, -1.0 - rank) for rank in range(alternatives)))
-            for token in tokens
+            TokenLogprobs(token, own, tuple((token + rank, own - rank) for rank in range(alternatives)))
+            for token, own in ((token, self.logprob_of(token)) for token in tokens)
         )
 
     def _prompt_logprobs(self, chunk: Chunk, session: ScriptedSession) -> tuple[TokenLogprobs, ...] | None:

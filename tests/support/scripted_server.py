@@ -74,7 +74,7 @@ class ServerProcess:
         """Wait for the one line of a good start, and learn the address from it."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.match(r"ready: (http://\S+) ", line)
+        found = re.match(r"ready: (https?://\S+) ", line)
         assert found, f"no ready line: {line!r}"
         self.url = found[1]
         return line
@@ -121,7 +121,7 @@ class ServerProcess:
 def main() -> int:
     args = cli.parse(["serve", *sys.argv[1:]])
     options = settings.load(cli.flags_of(args), args.config).settings
-    return run.serve(_client(options), options, run.bind(options.host, options.port))
+    return run.serve(_client(options), options, run.listen(options))
 
 
 def _client(options: Settings) -> EngineClient:

@@ -1,0 +1,47 @@
+"""Which answers are being made, by every name a client may know them under, and the way to end one from outside."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import APIRouter, Request
+
+from server import errors
+from server.generation import Generation
+
+router = APIRouter(tags=["requests"])
+
+
+class Running:
+    """Event-loop thread only. A name may stand for several requests: a caller's own X-Request-Id need not be unique."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, list[tuple[Generation, str | None]]] = {}
+
+    def enter(self, generation: Generation, names: tuple[str, ...], key: str | None) -> None:
+        """Until `generation` is closed. key: whose request it is; None where there are no keys."""
+        entry = (generation, key)
+        for name in set(names):
+            self._by_name.setdefault(name, []).append(entry)
+            generation.when_closed(partial(self._leave, name, entry))
+
+    def cancel(self, name: str, key: str | None) -> bool:
+        """End what runs under this name and belongs to this key; whether there was anything."""
+        found = [generation for generation, owner in self._by_name.get(name, ()) if owner == key]
+        for generation in found:
+            generation.cancel()
+        return bool(found)
+
+    def _leave(self, name: str, entry: tuple[Generation, str | None]) -> None:
+        entries = self._by_name[name]
+        entries.remove(entry)
+        if not entries:
+            del self._by_name[name]
+
+
+@router.delete("/v1/requests/{request_id}", operation_id="cancel_request")
+async def cancel_request(request: Request, request_id: str) -> dict[str, object]:
+    """End a request by its X-Request-Id or by the id of its answer. Whoever waits for it is told that it was."""
+    if not request.app.state.serving.running.cancel(request_id, request.state.key):
+        raise errors.request_not_found(request_id)
+    return {"id": request_id, "object": "request", "cancelled": True}

@@ -1,0 +1,118 @@
+"""Text to ids and back: /tokenize, /detokenize, /tokenizer_info, in vLLM's words and in llama.cpp's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from server import errors, schemas
+from server.schemas import Count, Message
+from server.serving import Serving
+from server.text import Text
+
+router = APIRouter(tags=["tokens"])
+
+_ONE_OF: dict[str, Any] = {"anyOf": [{"required": [name]} for name in ("prompt", "messages", "content")]}
+
+
+class TokenizeBody(BaseModel):
+    """A prompt or a conversation (vLLM), or a content (llama.cpp): exactly one of them."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_ONE_OF)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=schemas.MAX_MESSAGES)] | None = None
+    content: str | None = None
+    add_special_tokens: bool | None = None
+    """Left out: true for a prompt, false for messages, whose template writes its own."""
+    add_special: bool | None = None
+    """llama.cpp's name of it, for content: false when left out."""
+    with_pieces: bool | None = None
+    """Each token with its text, or with its bytes where they are no text by themselves."""
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> TokenizeBody:
+        given = [name for name in ("prompt", "messages", "content") if getattr(self, name) is not None]
+        if not given:
+            raise errors.missing_field("prompt")
+        if len(given) > 1:
+            raise errors.invalid_value(f"{' and '.join(given)} are given: send one of them", given[1])
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    tokens: list[Count]
+
+
+@router.post("/tokenize", operation_id="tokenize")
+async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+    serving: Serving = request.app.state.serving
+    schemas.check_model(body, serving.served_names)
+    text = _text(serving, "prompt")
+    token_ids = await _ids(body, text)
+    answer: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": serving.client.info.max_model_len,
+        "tokens": [_piece(text, token_id) for token_id in token_ids] if body.with_pieces else token_ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [text.token_text(token_id) for token_id in token_ids]
+    return answer
+
+
+@router.post("/detokenize", operation_id="detokenize")
+async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, str]:
+    """The text of the ids, control tokens as they are spelled: as `prompt` (vLLM) and as `content` (llama.cpp)."""
+    serving: Serving = request.app.state.serving
+    schemas.check_model(body, serving.served_names)
+    text = _text(serving, "tokens")
+    schemas.check_ids(body.tokens, serving.client.info, "tokens")
+    decoded = text.decode(body.tokens, skip_special_tokens=False)
+    return {"prompt": decoded, "content": decoded}
+
+
+@router.get("/tokenizer_info", operation_id="tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """What a client needs to work without a tokenizer of its own: special tokens, the chat template, the lengths."""
+    serving: Serving = request.app.state.serving
+    text = _text(serving, None)
+    info = serving.client.info
+    return {**text.description, "vocab_size": info.vocab_size, "model_max_length": info.max_model_len}
+
+
+async def _ids(body: TokenizeBody, text: Text) -> list[int]:
+    if body.messages is not None:
+        return await text.encode_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            add_special_tokens=bool(body.add_special_tokens),
+            variables=body.chat_template_kwargs,
+        )
+    asked = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
+    if body.prompt is not None:
+        return await text.encode_prompt(body.prompt, add_special_tokens=asked is not False)
+    assert body.content is not None
+    return await text.encode_prompt(body.content, add_special_tokens=bool(asked))
+
+
+def _piece(text: Text, token_id: int) -> dict[str, Any]:
+    piece = text.token_bytes(token_id)
+    try:
+        return {"id": token_id, "piece": piece.decode("utf-8")}
+    except UnicodeDecodeError:
+        return {"id": token_id, "piece": list(piece)}
+
+
+def _text(serving: Serving, param: str | None) -> Text:
+    if not serving.text.has_tokenizer:
+        raise errors.invalid_value("this model has no tokenizer: its prompts and answers are ids", param)
+    return serving.text
