@@ -186,19 +186,25 @@ class PrefixCache:
         self._tree.extend(lease, tokens, cells)
 
     def _bring_in(self, session: Session, tokens: Tokens) -> None:
-        """Publish the running sessions that have computed more of `tokens` than the tree knows of."""
+        """Publish the running session that has computed more of `tokens` than the tree knows of, if there is one."""
         salt = session.request.cache_salt
-        while True:
-            match = self._tree.match(salt, tokens)
-            if match.length == tokens.size or match.length > match.node.end:
-                return  # nothing is missing, or inside an edge, where no session's path ends
-            end, following = match.length, int(tokens[match.length])
-            for other, lease in self._leases.items():
-                if lease.node is match.node and other.num_settled > end and other.tokens[end] == following:
-                    self._publish(other, lease)
+        length = self._tree.match(salt, tokens).length
+        if length == tokens.size:
+            return
+        following = int(tokens[length])
+        best: Session | None = None
+        for other in self._leases:
+            if other.num_settled <= length or other.tokens[length] != following or other.request.cache_salt != salt:
+                continue
+            settled = self._tokens_of(other)[: other.num_settled]
+            reached = common_length(settled, tokens)
+            if reached > length:
+                best, length = other, reached
+                if length == tokens.size:
                     break
-            else:
-                return
+                following = int(tokens[length])
+        if best is not None:
+            self._publish(best)
 
     # --- waiting for one another ------------------------------------------------------------------------------------
 
