@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from engine.client import EngineClient
 from engine.errors import CellserveError, ModelError, RequestRefused
@@ -27,6 +29,8 @@ from server.settings import Settings
 from server.text import Text
 
 __all__ = ["Serving", "create_app"]
+
+_PARTS = (completions, chat, tokens, running, models, probes)
 
 
 def create_app(client: EngineClient, settings: Settings) -> FastAPI:
@@ -76,6 +80,8 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        # Said once for all routes; it also keeps the framework from announcing a 422 that is never sent.
+        responses={"default": {"model": errors.ErrorAnswer, "description": "Whatever is not 2xx"}},
         lifespan=lifespan,
         middleware=[
             Middleware(Trace, metrics=metrics, has_access_log=settings.access_log),
@@ -95,7 +101,7 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
     )
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
-    for part in (completions, chat, tokens, running, models, probes):
+    for part in _PARTS:
         app.include_router(part.router)
     return app
 
@@ -138,7 +144,15 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = errors.from_status(
-        error.status_code, method=request.method, path=request.scope["path"], headers=error.headers
-    )
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = _methods_at(request)
+    told = errors.from_status(error.status_code, method=request.method, path=request.scope["path"], headers=headers)
     return told.response()
+
+
+def _methods_at(request: Request) -> str:
+    """Of every route at the path; the framework names those of the first one alone."""
+    routes = [*request.app.routes, *(route for part in _PARTS for route in part.router.routes)]
+    there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted(set().union(*(getattr(route, "methods", None) or () for route in there))))

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         prompts = make_prompts(args)
         outcomes, duration_s, model = asyncio.run(_measure(args, prompts, console))
     except BenchError as error:
-        console.print(f"bench: {error}", style="red", markup=False)
+        console.print(f"bench: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from engine import errors as engine_errors
@@ -53,6 +54,21 @@ class ApiError(Exception):
     def response(self) -> Response:
         # ASCII only: a lone surrogate in a caller's text has no UTF-8, and must not turn its 400 into a 500.
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+
+
+class ErrorFields(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """`error_body` as the OpenAPI document has it."""
+
+    error: ErrorFields
 
 
 def error_body(

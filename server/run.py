@@ -241,6 +241,8 @@ async def _tell(progress: AsyncIterator[Progress]) -> None:
     with console.status("starting", spinner="line") as status:
         said = ""
         async for news in progress:
+            if news["phase"] == "dead":
+                continue  # the error that ended it says more
             line = _progress_line(news)
             status.update(line)
             if line != said and not console.is_terminal:

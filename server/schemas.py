@@ -117,6 +117,12 @@ def _best_of(value: Any) -> int | None:
     return value
 
 
+def _truncation(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or (value < 1 and value != -1)):
+        raise ValueError("must be -1, or an integer of at least 1")
+    return value
+
+
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _INTEGERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -126,8 +132,8 @@ Prompts = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string"},
-                {**_STRINGS, "minItems": 1},
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
                 _INTEGERS,
                 {"type": "array", "items": _INTEGERS, "minItems": 1},
             ]
@@ -169,10 +175,36 @@ BadWords = Annotated[
     PlainValidator(_bad_words),
     WithJsonSchema({"anyOf": [{**_STRINGS, "maxItems": _MAX_BAD_WORDS}, {"type": "null"}]}),
 ]
+Truncation = Annotated[
+    int | None,
+    PlainValidator(_truncation),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]}),
+]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 Count = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[Count], Field(max_length=1024)]
+
+
+def _either(*alternatives: dict[str, Any]) -> dict[str, Any]:
+    """One rule between fields as a schema can say it. A field that must be null may also be absent."""
+    return {
+        "anyOf": [
+            {"properties": fields, "required": [name for name, field in fields.items() if field is not _NULL]}
+            for fields in alternatives
+        ]
+    }
+
+
+_NULL: dict[str, Any] = {"type": "null"}
+_TRUE: dict[str, Any] = {"const": True}
+
+_TOGETHER: list[Any] = [
+    _either({"stream_options": _NULL}, {"stream": _TRUE}),
+    _either({"prompt_logprobs": _NULL}, {"stream": {"enum": [False, None]}}, {"stream": _NULL}),
+    _either({"max_tokens": _NULL}, {"max_completion_tokens": _NULL}),
+]
+_TOGETHER_IN_CHAT: list[Any] = [*_TOGETHER, _either({"top_logprobs": _NULL}, {"logprobs": _TRUE})]
 
 
 class StreamOptions(BaseModel):
@@ -187,7 +219,7 @@ class StreamOptions(BaseModel):
 class GenerationBody(BaseModel):
     """What completions and chats have in common."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, json_schema_extra={"allOf": _TOGETHER})
 
     model: str | None = None
     max_tokens: Count | None = None
@@ -213,7 +245,7 @@ class GenerationBody(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     """Both values are obeyed: the decoders served here put none."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Truncation = None
     """The prompt is cut to this many tokens; -1: to what leaves room for the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """Where it is cut: at its beginning, unless this says right."""
@@ -237,10 +269,6 @@ class GenerationBody(BaseModel):
             raise errors.invalid_value("stream_options is only possible with stream", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise errors.unsupported_parameter("prompt_logprobs is not possible with stream", "prompt_logprobs")
-        if self.truncate_prompt_tokens == 0:
-            raise errors.invalid_value(
-                "truncate_prompt_tokens is 0, which leaves no prompt: send -1, or 1 and more", "truncate_prompt_tokens"
-            )
         limit = self.token_limit
         if self.min_tokens and limit is not None and self.min_tokens > limit:
             raise errors.invalid_value(
@@ -286,24 +314,44 @@ class CompletionBody(GenerationBody):
         return self.draws > (self.n or 1)
 
 
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["text"],
+}
+
+
 class Message(BaseModel):
     """Fields beyond these (name, tool_calls ...) reach the template as they are."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+            ]
+        },
+    )
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Parts of text become one text, which is what templates expect. Raises ApiError for other parts."""
-        fields = self.model_dump(exclude_unset=True)
-        if isinstance(self.content, list):
-            fields["content"] = "".join(map(_part_text, self.content))
-        return fields
+        """Parts of text become one text, and no content an empty one, which is what templates expect.
+
+        Raises ApiError for other parts.
+        """
+        parts = self.content if isinstance(self.content, list) else ()
+        content = self.content if isinstance(self.content, str) else "".join(map(_part_text, parts))
+        return self.model_dump(exclude_unset=True) | {"content": content}
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": _TOGETHER_IN_CHAT})
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None

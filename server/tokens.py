@@ -14,7 +14,18 @@ from server.text import Text
 
 router = APIRouter(tags=["tokens"])
 
-_ONE_OF: dict[str, Any] = {"anyOf": [{"required": [name]} for name in ("prompt", "messages", "content")]}
+_INPUTS = ("prompt", "messages", "content")
+_ONE_OF: dict[str, Any] = {
+    "anyOf": [
+        {
+            "required": [name],
+            "properties": {
+                other: {"not": {"type": "null"}} if other == name else {"type": "null"} for other in _INPUTS
+            },
+        }
+        for name in _INPUTS
+    ]
+}
 
 
 class TokenizeBody(BaseModel):
@@ -38,7 +49,7 @@ class TokenizeBody(BaseModel):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> TokenizeBody:
-        given = [name for name in ("prompt", "messages", "content") if getattr(self, name) is not None]
+        given = [name for name in _INPUTS if getattr(self, name) is not None]
         if not given:
             raise errors.missing_field("prompt")
         if len(given) > 1:

@@ -162,3 +162,17 @@ def test_server_info_tells_how_it_was_set_up_and_no_secret(tmp_path: Path) -> No
 def test_ping_and_load_are_one_liners(server: LiveServer) -> None:
     assert server.http.get("/ping").json() == {"status": "ok"}
     assert server.http.get("/load").json() == {"server_load": 0}
+
+
+def test_a_405_names_every_method_of_the_path(server: LiveServer) -> None:
+    assert server.http.options("/health").headers["Allow"] == "GET, HEAD"
+    assert server.http.get("/v1/completions").headers["Allow"] == "POST"
+
+
+def test_the_openapi_document_promises_the_one_error_shape_and_no_422(server: LiveServer) -> None:
+    document = server.http.get("/openapi.json").json()
+    for path in document["paths"].values():
+        for operation in path.values():
+            assert "422" not in operation["responses"]
+            content = operation["responses"]["default"]["content"]["application/json"]
+            assert content["schema"]["$ref"].endswith("/ErrorAnswer")

@@ -343,4 +343,4 @@ def test_parts_of_text_become_one_text_and_other_parts_are_refused() -> None:
 
 def test_other_fields_of_a_message_reach_the_template() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    assert chat(messages=[message]).messages[0].for_template() == message
+    assert chat(messages=[message]).messages[0].for_template() == message | {"content": ""}
