@@ -127,7 +127,11 @@ def nano(vocab_size: int) -> Workload:
 
 
 def run_workload(loop: EngineLoop, work: Workload, name: str, on_tokens: Callable[[int], None]) -> float:
-    """Seconds until every request has all its tokens. name: makes the request ids this run's own."""
+    """Seconds until every request has all its tokens. name: makes the request ids this run's own.
+
+    It finds no prefix of an earlier run.
+    """
+    loop.reset_prefix_cache()
     started_s = time.perf_counter()
     for number, (prompt, new_tokens) in enumerate(work.requests):
         greedy = SamplingParams(temperature=0.0)

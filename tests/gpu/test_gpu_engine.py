@@ -61,6 +61,36 @@ def test_tokens_equal_those_of_the_cpu_in_any_mix(model, enforce_eager):
     assert loop.stats().cells_used == 0
 
 
+@pytest.mark.parametrize("kv_cells", [300, 4096], ids=["under pressure", "roomy"])
+def test_d13_conversations_find_what_was_computed_and_say_what_the_cpu_says(model, kv_cells):
+    """Steps overlap here: a prefix may be shared, or its own copy let go, while a step that reads it is in flight."""
+    loop, _ = engine(model, "cuda", kv_cells=kv_cells, widths=(1, 2, 4, 8, 16))
+    reference, _ = engine(model, "cpu", prefix_cache=False)
+    prompts = {str(number): (7, 8, 9) * 5 + (number % 3,) for number in range(12)}
+    for turn in range(4):
+        said = [talk(each, turn, prompts) for each in (loop, reference)]
+        assert differing(*said) == []
+        prompts = {name: (*prompt, *said[0][name], 1 + turn) for name, prompt in prompts.items()}
+    assert loop.stats().prompt_tokens < reference.stats().prompt_tokens
+    loop.reset_prefix_cache()
+    assert (loop.stats().cells_used, loop.stats().cells_cached) == (0, 0)
+
+
+def talk(loop, turn, prompts):
+    """One turn of every conversation, all at once: its new tokens by name."""
+    for name, prompt in prompts.items():
+        request = GenerateRequest(
+            f"{turn}-{name}", prompt, sampling=SamplingParams(temperature=0.0), max_new_tokens=5 + int(name)
+        )
+        loop.submit(request)
+    said = {name: [] for name in prompts}
+    while loop.has_work():
+        for update in loop.step():
+            assert update.error is None, update.error
+            said[update.request_id.split("-")[1]].extend(update.token_ids)
+    return said
+
+
 def test_a_pool_that_grows_under_captured_graphs_changes_nothing(model):
     loop, _ = engine(model, "cuda", kv_cells=65536, max_num_seqs=64)
     reference, _ = engine(model, "cpu", kv_cells=65536, max_num_seqs=64)
