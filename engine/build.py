@@ -24,7 +24,7 @@ from engine.executor_options import ExecutorOptions
 from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
 from engine.types import EngineInfo, GenerationDefaults
-from static_graphs.loading import default_model, export_tokenizer
+from static_graphs.loading import default_model, export_tokenizer, must_convert
 from static_graphs.model import LoadedModel, ModelLoadError, load_model
 from static_graphs.pack import pack_linears
 
@@ -42,9 +42,10 @@ CUDA_PREFILL = (8192, 512, 512)
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, EngineInfo]:
     """Load and assemble. Raises ConfigError or ModelError with a message a user can act on."""
     device = _device(config.device)
-    progress("loading the model", 0, 1)
     name = default_model() if config.model == DEFAULT_MODEL else config.model
     try:
+        is_new = must_convert(name)
+        progress("converting the GGUF file, which is done once" if is_new else "loading the model", 0, 1)
         model = load_model(
             name,
             device=device,

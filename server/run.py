@@ -251,5 +251,5 @@ async def _tell(progress: AsyncIterator[Progress]) -> None:
 
 
 def _progress_line(progress: Progress) -> str:
-    counted = f" ({progress['done']} of {progress['of']})" if "of" in progress else ""
+    counted = f" ({progress['done']} of {progress['of']})" if progress.get("of", 1) != 1 else ""
     return f"{progress['phase']}{counted}"

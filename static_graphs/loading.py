@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from static_graphs.load_errors import ModelLoadError, UnsupportedModel
 from static_graphs.refusals import refuse_by_config
@@ -224,6 +224,22 @@ def _fetch(model: str, load_format: LoadFormat) -> Source:
     return Source(Path(folder))
 
 
+def must_convert(model: str) -> bool:
+    """Whether loading this begins with turning a GGUF into what is kept of it, which takes ten times as long."""
+    if not Path(model).expanduser().exists():
+        return False
+    path = locate(model).gguf_path
+    return path is not None and not _kept_folder(path).is_dir()
+
+
+def _kept_folder(path: Path) -> Path:
+    """Where everything is kept that this GGUF file was converted to."""
+    status = path.stat()
+    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {transformers.__version__}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellserve" / "gguf"
+    return cache / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+
 def _kept(source: Source, name: str, write: Callable[[Source, Path], None]) -> Path:
     """The folder `name` of what a GGUF was converted to, written once and kept in the user's cache folder.
 
@@ -231,10 +247,7 @@ def _kept(source: Source, name: str, write: Callable[[Source, Path], None]) -> P
     it one or two.
     """
     path = source.folder / str(source.gguf_file)
-    status = path.stat()
-    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {transformers.__version__}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellserve" / "gguf"
-    folder = cache / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}" / name
+    folder = _kept_folder(path) / name
     if folder.is_dir():
         return folder
     logger.info("converting %s (%s), once", path.name, name)
@@ -333,8 +346,11 @@ def _without_progress_bars() -> Iterator[None]:
     bars = transformers.utils.logging
     was_on = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
+    # The reader of GGUF files has a bar that this switch does not reach.
+    bar, modeling_gguf_pytorch_utils.tqdm = modeling_gguf_pytorch_utils.tqdm, lambda items, **options: items
     try:
         yield
     finally:
+        modeling_gguf_pytorch_utils.tqdm = bar
         if was_on:
             bars.enable_progress_bar()

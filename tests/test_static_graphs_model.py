@@ -14,8 +14,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from cache.geometry import LayerGeometry
-from static_graphs.loading import random_module
-from static_graphs.model import ModelLoadError, default_model, export_tokenizer, load_model, model_from_config
+from static_graphs.loading import must_convert, random_module
+from static_graphs.model import (
+    ModelLoadError,
+    default_model,
+    export_tokenizer,
+    load_model,
+    model_from_config,
+)
 from support.packed_runs import PackedRun
 from support.tiny_models import tiny_llama
 from support.tiny_tokenizer import write_byte_level
@@ -112,8 +118,11 @@ def test_only_written_generation_defaults_count_and_every_end_token_does(tmp_pat
 def test_the_embedded_gguf_is_read_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model of an installation without network; the greedy answer is its makers'."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("sys.stderr", io.StringIO())  # transformers draws progress bars
+    monkeypatch.setattr("sys.stderr", said := io.StringIO())
+    assert must_convert(default_model())
     model = load_model(default_model())
+    assert said.getvalue() == "", "whoever starts a server has one status line, and it is not transformers' bar"
+    assert not must_convert(default_model())
     assert (model.architecture, model.max_model_len, model.vocab_size) == ("LlamaForCausalLM", 8192, 49152)
     assert model.eos_token_ids == (2,)
     kept = sorted(path.parent.name for path in (tmp_path / "cache").rglob("*.json"))
