@@ -25,12 +25,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cache.attend import attend_stored
 from cache.step import CellStep
 from static_graphs.binding import CELLS, CELLS_PROBE, Asked, BoundLayer, Probe, use_attention
-from static_graphs.kernels.norms import RmsNorm, add_norm, gate_by, rms_norm
-from static_graphs.kernels.products import gated_product, product
-from static_graphs.kernels.rotary import rotate_and_store
+from static_graphs.fused_layers import Flow, FusedAttention, FusedLayer, FusedMlp
+from static_graphs.kernels.norms import RmsNorm, rms_norm
+from static_graphs.kernels.products import product
 from static_graphs.proof import own_logits, prove
 from static_graphs.tilings import choose
 
@@ -116,126 +115,6 @@ class Call:
     output: Any
     asked: Asked | None = None
     """What an attention module asked of attention."""
-
-
-class FusedLinear:
-    """x [R, K] -> [parts, R, N] to be added by the reader, without the bias."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        tiling = choose(x.shape[0], *self.weight.shape)
-        return functional.linear(x, self.weight)[None] if tiling is None else product(x, self.weight, tiling)
-
-
-class FusedMlp:
-    """x [R, K] -> [parts, R, K]."""
-
-    def __init__(self, merged: torch.Tensor, down: torch.Tensor, activation: str) -> None:
-        self.merged = merged  # [2 * N, K]: gate, up
-        self.down = FusedLinear(down)
-        self.activation = activation
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        width = self.merged.shape[0] // 2
-        tiling = choose(x.shape[0], width, self.merged.shape[1], gated=True)
-        if tiling is None:
-            inner = gate_by(functional.linear(x, self.merged), self.activation)
-        else:
-            inner = gated_product(x, self.merged[:width], self.merged[width:], self.activation, tiling)
-        return self.down(inner)
-
-
-class FusedAttention:
-    """hidden [R, K] -> [parts, R, K], the rows' K/V stored in the step's cells."""
-
-    def __init__(
-        self,
-        bound: BoundLayer,
-        merged: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        query_norm: RmsNorm | None,
-        key_norm: RmsNorm | None,
-        options: dict[str, Any],
-    ) -> None:
-        self.bound = bound
-        self.merge = FusedLinear(merged)
-        self.bias = bias
-        self.out = FusedLinear(out)
-        self.query_norm = query_norm
-        self.key_norm = key_norm
-        self.options = options  # scale, softcap and sinks of attend_stored
-
-    def __call__(self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: CellStep) -> Any:
-        layer, reach = self.bound.layer, self.bound.reach
-        cos, sin = rotation
-        query = rotate_and_store(
-            self.merge(hidden),
-            cos[0],
-            sin[0],
-            step.pool.keys[layer],
-            step.pool.values[layer],
-            step.rings.get(reach, step).write_rows,
-            bias=self.bias,
-            query_norm=self.query_norm,
-            key_norm=self.key_norm,
-        )
-        seen = attend_stored(query, layer, step, reach=reach, **self.options)
-        return self.out(seen.flatten(1))
-
-
-class Flow:
-    """What one layer left for the next: its output, already normed as the next layer's first norm would.
-
-    Handed on only to who is called with that very output.
-    """
-
-    def __init__(self) -> None:
-        self._output: torch.Tensor | None = None
-        self._normed: torch.Tensor | None = None
-
-    def leave(self, output: torch.Tensor, normed: torch.Tensor) -> None:
-        self._output, self._normed = output, normed
-
-    def take(self, given: torch.Tensor) -> torch.Tensor | None:
-        """[R, N], or None where `given` is not the tensor that was left. Nothing is kept after it."""
-        normed = self._normed if given is self._output else None
-        self._output = self._normed = None
-        return normed
-
-
-class FusedLayer:
-    """A decoder layer: [1, W, N] -> [1, W, N]."""
-
-    def __init__(
-        self,
-        first: RmsNorm,
-        attention: FusedAttention,
-        second: RmsNorm,
-        mlp: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        self.first = first
-        self.attention = attention
-        self.second = second
-        self.mlp = mlp
-        self.following: RmsNorm | None = None
-        """The norm that the output's one reader begins with, where that is fused too."""
-        self.flow = Flow()
-
-    def __call__(self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: CellStep) -> Any:
-        rows = hidden[0]
-        normed = self.flow.take(hidden)
-        if normed is None:
-            normed = rms_norm(rows, self.first)
-        rows, normed = add_norm(self.attention(normed, rotation, step), rows, self.second)
-        assert normed is not None
-        rows, normed = add_norm(self.mlp(normed), rows, self.following)
-        output = rows[None]
-        if normed is not None:
-            self.flow.leave(output, normed)
-        return output
 
 
 def _record(model: LoadedModel) -> dict[nn.Module, Call]:
@@ -563,6 +442,9 @@ def _merge(linears: list[Any]) -> torch.Tensor:
         size = linear.weight.shape[0]
         linear.weight.data = merged[at : at + size]
         at += size
+    if merged.is_cuda:
+        # What the apart weights left is too small for the next merged one: kept, it would add up to the model again.
+        torch.cuda.empty_cache()
     return merged
 
 

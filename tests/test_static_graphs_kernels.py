@@ -13,6 +13,7 @@ if torch.cuda.is_available():
 from static_graphs.kernels.norms import RmsNorm, add_norm, gate_by, rms_norm
 from static_graphs.kernels.products import Tiling, gated_product, product
 from static_graphs.kernels.rotary import rotate_and_store
+from static_graphs.tilings import choose
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -100,3 +101,20 @@ def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 def act(name: str, gate: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64])
+@pytest.mark.parametrize(("width", "depth"), [(6144, 4096), (1024, 3072), (128256, 4096), (200, 328), (64, 64)])
+def test_every_tiling_covers_its_product_without_an_empty_part(rows: int, width: int, depth: int) -> None:
+    for gated in (False, True):
+        tiling = choose(rows, width, depth, gated=gated)
+        assert tiling is not None
+        part = -(-depth // tiling.parts // tiling.block_k) * tiling.block_k
+        assert (tiling.parts - 1) * part < depth
+        assert tiling.is_dot or rows == 1
+        assert tiling.parts == 1 or not gated
+
+
+def test_many_rows_are_left_to_cublas() -> None:
+    assert choose(65, 4096, 4096) is None
+    assert choose(8, 32, 4096) is None

@@ -28,7 +28,9 @@ from cache.geometry import Reach
 from cache.step import CellStep
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PROGRAMS_PER_MULTIPROCESSOR = 2
+LINE = tl.constexpr(64)
+"""Elements that one request to the L2 cache brings: 128 bytes of 16-bit K/V."""
+PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_SPLITS = 16
 MIN_TILES = 4
 
@@ -71,8 +73,9 @@ def attend_cells(
     if tile_rows is None:
         tile_rows = default_tile_rows(width, group, tiled)
     for rows_each in dict.fromkeys((1, tile_rows)):
-        shape = tiled if rows_each > 1 else shape or decode_shape(max(padded_k, padded_v), upcast)
-        _attend_splits[(triton.cdiv(width, rows_each), num_kv_heads, num_splits)](
+        launched = tiled if rows_each > 1 else shape or decode_shape(max(padded_k, padded_v), group, upcast)
+        # Heads go first: a cell's K/V of all heads lie side by side, and are read at the same time.
+        _attend_splits[(num_kv_heads, triton.cdiv(width, rows_each), num_splits)](
             query,
             keys,
             values,
@@ -106,13 +109,13 @@ def attend_cells(
             V_DIM=v_dim,
             PADDED_K=padded_k,
             PADDED_V=padded_v,
-            BLOCK=shape.cells,
+            BLOCK=launched.cells,
             SPLITS=num_splits,
             HAS_SOFTCAP=softcap is not None,
             HAS_SINKS=sinks is not None,
             UPCAST=upcast,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
+            num_warps=launched.warps,
+            num_stages=launched.stages,
             **_overlapped(query.device),
         )
     return out
@@ -165,11 +168,11 @@ def block_shape(head_width: int, upcast: bool) -> BlockShape:
     return BlockShape(64, 32, 8) if head_width <= 256 else BlockShape(32, 16, 8)
 
 
-def decode_shape(head_width: int, upcast: bool) -> BlockShape:
-    """For rows that run alone, which wait for memory: more cells at once than their few heads could use."""
-    if upcast or head_width > 128:
+def decode_shape(head_width: int, group: int, upcast: bool) -> BlockShape:
+    """For rows that run alone, which wait for memory: many small programs."""
+    if upcast or head_width > 128 or group > 32:
         return block_shape(head_width, upcast)
-    return BlockShape(16, 128, 4)
+    return BlockShape(32, 64, 2)
 
 
 def default_tile_rows(width: int, group: int, shape: BlockShape) -> int:
@@ -229,12 +232,11 @@ def _attend_splits(
     PDL: tl.constexpr,  # noqa: N803
 ):
     """One part of the runs of ROWS rows, for the GROUP query heads of one K/V head: M = ROWS * GROUP, padded."""
-    first_row = tl.program_id(0) * ROWS
-    kv_head = tl.program_id(1)
+    # The step's tables are older than the launch before this one, so they are read ahead of the wait for it.
+    first_row = tl.program_id(1) * ROWS
+    kv_head = tl.program_id(0)
+    num_kv_heads = tl.num_programs(0)
     split = tl.program_id(2)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()  # also where there is nothing to do: what is launched behind relies on all that came before
     owner = tl.load(table_row + first_row)
     if TILE > 1:
         # Both launches ask the same question of the same tile, so each row is served by exactly one of them.
@@ -242,6 +244,8 @@ def _attend_splits(
         owners = tl.load(table_row + tile, mask=tile < width, other=owner)
         is_shared = tl.min(owners, 0) == tl.max(owners, 0)
         if is_shared != (ROWS > 1):
+            if PDL:
+                gdc_wait()  # what is launched behind relies on all that came before
             return
 
     m = tl.arange(0, M)
@@ -258,6 +262,14 @@ def _attend_splits(
     part = tl.cdiv(tl.cdiv(last - low, SPLITS), BLOCK) * BLOCK
     low += split * part
     high = tl.minimum(low + part, last)
+    if PDL:
+        if ALIGNED and PADDED_K >= LINE and PADDED_V >= LINE:
+            near = _first_cells(pages, page_table + owner * page_table_stride, low, high, PAGE_CELLS, BLOCK)
+            k_line = near[:, None] * key_row_stride + kv_head * key_head_stride
+            v_line = near[:, None] * value_row_stride + kv_head * value_head_stride
+            _fetch_ahead(keys + k_line + (tl.arange(0, PADDED_K // LINE) * LINE)[None, :])
+            _fetch_ahead(values + v_line + (tl.arange(0, PADDED_V // LINE) * LINE)[None, :])
+        gdc_wait()
 
     operand: tl.constexpr = tl.float32 if UPCAST else query.dtype.element_ty
     k_lane = tl.arange(0, PADDED_K)
@@ -313,7 +325,9 @@ def _attend_splits(
             peak = new_peak
             cell = following
 
-    num_heads = tl.num_programs(1) * GROUP
+    if PDL:
+        gdc_launch_dependents()
+    num_heads = num_kv_heads * GROUP
     place = row.to(tl.int64) * num_heads + head
     if SPLITS == 1:
         if HAS_SINKS:
@@ -337,7 +351,7 @@ def _attend_splits(
             weighted,
             mask=(is_row & (peak > -float("inf")))[:, None] & (v_lane < V_DIM)[None, :],
         )
-        counter = counters + first_row * tl.num_programs(1) + kv_head
+        counter = counters + first_row * num_kv_heads + kv_head
         tl.debug_barrier()  # every thread's part is written before one of them says so
         if tl.atomic_add(counter, 1) == SPLITS - 1:
             tl.store(counter, 0)
@@ -358,6 +372,35 @@ def _attend_splits(
                     )
             else:
                 _merge_tile(peaks, sums, outs, sinks, out, place, head, is_row, M, V_DIM, PADDED_V, SPLITS, HAS_SINKS)
+
+
+@triton.jit
+def _fetch_ahead(pointers):
+    """Ask for the lines of these addresses to be brought into the L2 cache: a hint, right whatever becomes of them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _first_cells(
+    pages,
+    page_row,
+    low,
+    high,
+    PAGE_CELLS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """[BLOCK] i64: the pool rows of the block at `low`, 0 past `high`."""
+    page = tl.load(page_row + low // PAGE_CELLS, mask=low < high, other=0).to(tl.int64)
+    position = low + tl.arange(0, BLOCK)
+    cell = tl.load(pages + page * PAGE_CELLS + position % PAGE_CELLS, mask=position < high, other=0)
+    return cell.to(tl.int64)
 
 
 @triton.jit

@@ -3,7 +3,10 @@
 On sm_90 a kernel may start while the one before it still runs (programmatic dependent launch). The rule that makes it
 right: a kernel touches nothing that another kernel wrote, or may still read, before `gdc_wait`; and every program of
 every kernel waits, also one that has nothing to do, so that the one behind it may rely on all that came before.
-Weights are written by no kernel, so they are fetched ahead of the wait.
+Weights are written by no kernel, so they are fetched ahead of the wait; a step's tables are older than the graph.
+
+Products and attention let the next kernel in (`gdc_launch_dependents`) when their last loads are under way, not at
+their start: programs that wait and fetch while others still stream make a step up to 2 % longer.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor, tiling: Til
         "BLOCK_K": tiling.block_k,
         "GATE": gate,
         "EVEN": width % tiling.block_n == 0 and depth == part * parts,
-        "FETCH": min(tiling.fetch, next_power(part)),
+        "FETCH": min(tiling.fetch, 1 << part.bit_length() - 1),
         "num_warps": tiling.warps,
         **overlapped(x.device),
     }
@@ -156,7 +156,6 @@ def _multiply_rows(
     weight_at = column[:, None].to(tl.int64) * weight_stride + k[None, :]
     x_at = source[None, :] * x_stride + k[:, None]
     if PDL:
-        gdc_launch_dependents()
         if EVEN and FETCH >= LINE:
             lines = n[:, None].to(tl.int64) * weight_stride + tl.program_id(1) * part
             lines += (tl.arange(0, FETCH // LINE) * LINE)[None, :]
@@ -187,6 +186,8 @@ def _multiply_rows(
             if UPCAST:
                 c = c.to(tl.float32)
             total_up = tl.dot(c, b, total_up, input_precision="ieee")
+    if PDL:
+        gdc_launch_dependents()
     if GATE:
         total = activate(total, total_up, GATE)
     place = (tl.program_id(1) * rows + r[None, :]).to(tl.int64) * width + n[:, None]
@@ -217,7 +218,6 @@ def _multiply_row(
     column = n if EVEN else n % width
     weight_at = column[:, None].to(tl.int64) * weight_stride + k[None, :]
     if PDL:
-        gdc_launch_dependents()
         if EVEN and FETCH >= LINE:
             lines = n[:, None].to(tl.int64) * weight_stride + tl.program_id(1) * part
             lines += (tl.arange(0, FETCH // LINE) * LINE)[None, :]
@@ -243,6 +243,8 @@ def _multiply_row(
             else:
                 c = tl.load(up + weight_at + step, mask=(k + step < end)[None, :], other=0.0).to(tl.float32)
             total_up += c * b[None, :]
+    if PDL:
+        gdc_launch_dependents()
     result = tl.sum(total, 1)
     if GATE:
         result = activate(result, tl.sum(total_up, 1), GATE)
