@@ -1,4 +1,4 @@
-"""The command `cellserve`: serve, show-config, bench, version. Parses, and says in one line what a user got wrong.
+"""The command `cellserve` and its subcommands. Parses, and says in one line what a user got wrong.
 
 Flags and their help are made from the fields of `Settings`. Exit codes: server/run.py.
 """
@@ -19,9 +19,9 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.table import Table
 
-from engine.client import InProcessClient, ProcessClient
+from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.errors import CellserveError, ConfigError, ModelError
-from server import bench, run, settings
+from server import batch, bench, doctor, run, settings, terminal_chat
 from server.models import version
 from server.settings import ENV_PREFIX, Settings
 
@@ -36,8 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Nothing a user can cause ends in a traceback."""
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        command = {"serve": _serve, "show-config": _show_config, "bench": bench.run, "version": _version}[args.command]
-        return command(args)
+        commands = {
+            "serve": _serve,
+            "show-config": _show_config,
+            "doctor": _doctor,
+            "chat": terminal_chat.run,
+            "batch": _batch,
+            "bench": bench.run,
+            "version": _version,
+        }
+        return commands[args.command](args)
     except ConfigError as error:
         return _fail(error, run.EXIT_USAGE)
     except CellserveError as error:
@@ -68,9 +76,16 @@ def build_parser() -> Parser:
     for name, text in (
         ("serve", "load a model and answer requests"),
         ("show-config", "print every option of serve, its value and where that came from"),
+        ("doctor", "check whether this machine can serve a model with these options"),
     ):
         command = commands.add_parser(name, help=text, description=text, epilog=_EPILOG, allow_abbrev=False)
         _add_options(command)
+    text = "talk with a running server"
+    terminal_chat.add_arguments(commands.add_parser("chat", help=text, description=text, allow_abbrev=False))
+    text = "answer a file of requests, by a running server or by a model loaded for it"
+    command = commands.add_parser("batch", help=text, description=text, epilog=_EPILOG, allow_abbrev=False)
+    batch.add_arguments(command)
+    _add_options(command, is_model_positional=False)
     text = "measure a running server"
     bench.add_arguments(commands.add_parser("bench", help=text, description=text, allow_abbrev=False))
     commands.add_parser("version", help="print the version", allow_abbrev=False)
@@ -96,14 +111,16 @@ def _command_parser(parser: Parser, command: str) -> Parser:
     return found
 
 
-def _add_options(parser: Parser) -> None:
+def _add_options(parser: Parser, *, is_model_positional: bool = True) -> None:
     groups = {name: parser.add_argument_group(name) for name in _GROUPS}
-    groups["model"].add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=_help("model"))
+    kind: dict[str, Any] = {"nargs": "?"} if is_model_positional else {}
+    name = "model" if is_model_positional else "--model"
+    groups["model"].add_argument(name, metavar="MODEL", default=argparse.SUPPRESS, help=_help("model"), **kind)
     for field, info in Settings.model_fields.items():
         if field == "model":
             continue
         # Values stay text here: one place, `settings.load`, says what is wrong with any of them.
-        kind: dict[str, Any] = {"metavar": _metavar(info)}
+        kind = {"metavar": _metavar(info)}
         if info.annotation is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         elif isinstance(info.default, tuple) or field == "widths":
@@ -151,11 +168,26 @@ def _metavar(info: FieldInfo) -> str:
 
 def _serve(args: argparse.Namespace) -> int:
     options = settings.load(flags_of(args), args.config).settings
-    engine_config = options.to_engine_config()
     with run.listen(options) as listener:
         _check_folder(options.model)
-        client = InProcessClient.from_config(engine_config) if options.in_process else ProcessClient(engine_config)
-        return run.serve(client, options, listener)
+        return run.serve(_engine(options), options, listener)
+
+
+def _engine(options: Settings) -> EngineClient:
+    config = options.to_engine_config()
+    return InProcessClient.from_config(config) if options.in_process else ProcessClient(config)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    return doctor.examine(settings.load(flags_of(args), args.config).settings)
+
+
+def _batch(args: argparse.Namespace) -> int:
+    options = settings.load(flags_of(args), args.config).settings
+    if args.url is not None:
+        return batch.run(args, options, None)
+    _check_folder(options.model)
+    return batch.run(args, options, _engine(options))
 
 
 def _check_folder(model: str) -> None:
