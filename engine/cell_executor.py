@@ -335,7 +335,8 @@ class CellExecutor:
     def _poison(self, batch: Batch) -> None:
         """Some of the step may have run: none of its sessions may go on from there (D8, RUN-15)."""
         for chunk in batch.chunks:
-            self._sessions[chunk.session_id].is_poisoned = True
+            if (session := self._sessions.get(chunk.session_id)) is not None:  # one that is not open was refused
+                session.is_poisoned = True
 
     def _run(self, batch: Batch, packed: PackedStep) -> CellInFlight:
         tokens = torch.from_numpy(packed.tokens).to(self._device, non_blocking=True)

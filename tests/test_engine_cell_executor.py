@@ -285,6 +285,15 @@ def test_exe_18_the_sessions_of_a_failed_step_never_run_again_and_the_others_do(
     assert executor.free_cells == free - 1
 
 
+def test_exe_18_a_session_that_is_not_open_does_not_hide_why_its_step_failed():
+    toy = ToyDecoder()
+    executor = toy_executor(toy)
+    session = executor.open_session(GREEDY, seed=0, prompt=(9,))
+    toy.fail_on = 9
+    with pytest.raises(StepFailed, match="token 9 broke the model"):
+        executor.launch(Batch((Chunk(99, (1,), 0), Chunk(session, (9,), 0, wanted_rows="last"))))
+
+
 def test_a_closed_session_may_still_be_in_flight(executor):
     session, other = (executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(2))
     in_flight = executor.launch(Batch(tuple(Chunk(s, (1, 2), 0, wanted_rows="last") for s in (session, other))))
