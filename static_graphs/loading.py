@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from gguf import GGUFReader
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
@@ -273,7 +274,13 @@ def _write_config(source: Source, folder: Path) -> None:
 
 
 def _write_tokenizer(source: Source, folder: Path) -> None:
-    AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file, **_LOCAL).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file, **_LOCAL)
+    if tokenizer.eos_token is not None and tokenizer.eos_token == tokenizer.bos_token:
+        # transformers 5.17 gives byte-level vocabularies the text's beginning as its end too: the file knows better.
+        end = GGUFReader(source.gguf_path).get_field("tokenizer.ggml.eos_token_id")
+        if end is not None:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end.contents()))
+    tokenizer.save_pretrained(folder)
 
 
 def _write_weights(dtype: torch.dtype, source: Source, folder: Path) -> None:
