@@ -137,7 +137,7 @@ class Settings(BaseSettings):
     ] = None
     enforce_eager: Annotated[
         bool,
-        Field(description="run without captured graphs"),
+        Field(description="run the model as transformers wrote it: no graphs, no kernels or packed weights of ours"),
         Option("scheduling", "engine/build.py"),
     ] = False
 
