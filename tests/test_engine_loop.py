@@ -82,6 +82,14 @@ def test_n_choices_share_one_prefill_and_draw_from_their_own_seeds(overlaps):
     assert engine.holds_nothing()
 
 
+def test_4_3_no_seed_is_fresh_randomness_for_each_request():
+    engine = Engine(ScriptedExecutor(lambda prompt, generated, seed: seed % 2**40))
+    for name in ("a", "b"):
+        engine.submit(name, (5,), max_new_tokens=1)
+    engine.run()
+    assert engine.tokens("a") != engine.tokens("b")
+
+
 def test_a_first_token_that_stops_one_choice_leaves_the_others_running(overlaps):
     executor = ScriptedExecutor(lambda prompt, generated, seed: seed if not generated else 50, overlaps=overlaps)
     engine = Engine(executor)

@@ -2,6 +2,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ from server.settings import Settings
 from support.live_server import LiveServer, live_server, until
 from support.scripted import Answer, ScriptedExecutor, count_up, from_script, scripted_client
 from support.sse import events, joined_choices, post_stream, strict_json, without_cached
-from support.tiny_tokenizer import EOS, TinyTokenizer, write_byte_level
+from support.tiny_tokenizer import BOS, EOS, TinyTokenizer, write_byte_level
 
 WORDS = ["Sum", " 4", "END", " Lisbon", " is", "ND"]
 PATH = "/v1/completions"
@@ -217,6 +218,58 @@ def test_b10_choices_of_one_seed_differ_and_come_again(server: LiveServer) -> No
     assert len(set(first)) == 4
     assert first == again
     assert first != other
+
+
+def test_4_2_every_prompt_of_a_list_draws_from_the_same_seeds(server: LiveServer) -> None:
+    both = complete(server, prompt=["*", "*"], n=2, seed=7, temperature=1, max_tokens=8)["choices"]
+    texts = [choice["text"] for choice in both]
+    assert texts[:2] == texts[2:]
+    alone = complete(server, prompt="*", n=2, seed=7, temperature=1, max_tokens=8)["choices"]
+    assert [choice["text"] for choice in alone] == texts[:2]
+
+
+def test_4_2_best_of_that_asks_for_no_more_than_n_is_n(server: LiveServer) -> None:
+    for best_of in (None, 1, 2):
+        assert len(complete(server, prompt="q", n=2, best_of=best_of, max_tokens=1)["choices"]) == 2
+
+
+def test_4_2_n_at_temperature_zero_are_equal_choices(server: LiveServer) -> None:
+    whole = complete(server, prompt="q", n=3, temperature=0, max_tokens=4)
+    assert [choice["text"] for choice in whole["choices"]] == ["Sum: 42"] * 3
+    assert whole["usage"]["completion_tokens"] == 12
+
+
+def test_4_4_a_stop_string_never_begins_in_the_prompt(server: LiveServer) -> None:
+    for echo, text in ((False, "xxx"), (True, "zbxxx")):
+        choice = choice_of(server, prompt="zb", stop=["bx"], max_tokens=3, echo=echo)
+        assert (choice["text"], choice["finish_reason"]) == (text, "length")
+
+
+def test_4_6_the_prompts_tokens_are_those_the_model_saw(tmp_path: Path) -> None:
+    tiny = write_byte_level(tmp_path, adds_bos=True)
+    executor = ScriptedExecutor(lambda prompt, generated, seed: 120)
+    info = {"tokenizer_dir": str(tiny.folder), "vocab_size": tiny.vocab_size, "eos_token_ids": (tiny.eos_id,)}
+    (bos,) = tiny.ids(BOS)
+    with live_server(scripted_client(executor, **info)) as server:
+        for prompt, fields, ids in (
+            ("ab", {}, [bos, 97, 98]),
+            (f"{BOS}ab", {}, [bos, 97, 98]),
+            ("ab", {"add_special_tokens": False}, [97, 98]),
+            ("", {}, [bos]),
+            (f"a{EOS}", {}, [bos, 97, tiny.eos_id]),
+            ([97, 98], {}, [97, 98]),
+            ([bos, bos], {}, [bos, bos]),
+        ):
+            whole = complete(server, prompt=prompt, max_tokens=1, return_token_ids=True, **fields)
+            assert whole["choices"][0]["prompt_token_ids"] == ids, prompt
+            assert whole["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_4_9_created_is_the_requests_time_in_whole_seconds(server: LiveServer) -> None:
+    before = int(time.time())
+    created = complete(server, prompt="p", max_tokens=1)["created"]
+    assert isinstance(created, int)
+    assert before <= created <= time.time()
 
 
 def test_4_4_end_of_text_is_counted_not_shown_and_no_reason_of_the_callers(server: LiveServer) -> None:

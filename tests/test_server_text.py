@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -279,3 +280,16 @@ def test_a_model_without_a_tokenizer_takes_ids_and_says_so() -> None:
         text.encode("hi")
     assert deltas(text, [1], [2, 3]) == ["", "", ""]
     assert text.token_text(7) == "token_id:7"
+
+
+def test_4_6_a_long_prompt_is_encoded_off_the_event_loop_and_a_short_one_on_it(tmp_path: Path) -> None:
+    class Watched(Text):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            threads.append(threading.get_ident())
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    threads: list[int] = []
+    text = Watched(str(write_byte_level(tmp_path).folder))
+    for length in (8 * 1024, 8 * 1024 + 1):
+        asyncio.run(text.encode_prompt("x" * length))
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]

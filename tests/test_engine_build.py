@@ -1,0 +1,20 @@
+"""What a built engine says of itself. The rest of engine/build.py is held by the tests that serve a model with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from support.tiny_models import tiny_llama
+from support.tiny_tokenizer import write_byte_level
+
+
+def test_4_2_the_vocabulary_is_the_tokenizers_and_not_the_models_padded_rows(tmp_path: Path) -> None:
+    tokenizer = write_byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    tiny_llama(architectures=["LlamaForCausalLM"], vocab_size=tokenizer.vocab_size + 50).save_pretrained(tmp_path)
+    config = EngineConfig(str(tmp_path), device="cpu", load_format="dummy", kv_cells=64, max_num_seqs=2)
+    _, info = build_engine(config, lambda text, done, of: None)
+    assert info.vocab_size == tokenizer.vocab_size
