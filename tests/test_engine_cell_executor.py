@@ -1,5 +1,6 @@
 """The executor on a toy model: sessions, forks, rewinds and failures over real cells."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from engine.errors import ConfigError, RequestTooLarge, SessionRefused, Sessions
 from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
 from engine.types import Batch, Chunk, GenerateRequest, SamplingParams
+from static_graphs.sampler import Route, SampleInputs, sample
 from support.model_folder import write_folder
 from support.toy_decoder import ToyDecoder
 from support.toy_executor import toy_executor
@@ -187,6 +189,39 @@ def test_x_9_a_seed_and_a_position_draw_one_token_behind_a_rewind_a_clone_and_a_
         draw(executor, neighbour, (9,), 3)
     toy.fail_on = None
     assert draw(executor, clone, tokens[2:3], 5) == (tokens[3],)
+
+
+def test_x_9_a_prompt_of_n_tokens_draws_its_first_at_position_n():
+    toy = ToyDecoder()
+    executor = toy_executor(toy)
+    logits = toy.head(toy.plain_hidden((1, 2, 3))[-1:])
+    flat = SampleInputs(*map(torch.tensor, ([20.0], [0], [1.0], [0.0], [7], [3])))
+    route = Route.of(np.array([20.0]), np.array([0]), np.array([1.0]), np.array([0.0]), toy.vocab_size)
+    session = executor.open_session(SamplingParams(temperature=20.0), seed=7, prompt=(1, 2, 3))
+    assert draw(executor, session, (1, 2, 3), 0) == tuple(sample(logits, flat, route).tolist())
+
+
+def test_a_token_that_only_the_device_knows_is_the_sessions_own_draw_not_a_forks():
+    toy = ToyDecoder()
+    executor = toy_executor(toy)
+    session = executor.open_session(SamplingParams(temperature=20.0), seed=1, prompt=(1, 2, 3))
+    own, *forks = draw(executor, session, (1, 2, 3), 0, draws=4)
+    after = {token: toy.next_token((1, 2, 3, token)) for token in (own, *forks)}
+    assert after[own] not in {after[token] for token in forks}
+    executor.set_sampling(session, GREEDY, seed=0, prompt=(1, 2, 3))
+    assert draw(executor, session, (-1,), 3) == (after[own],)
+
+
+def test_exe_18_a_step_whose_rewind_frees_too_little_runs_no_slice_of_it():
+    executor = toy_executor(ToyDecoder())  # 255 cells, at most 32 rows a slice
+    sessions = [executor.open_session(GREEDY, seed=0, prompt=()) for _ in range(4)]
+    for session, tokens in zip(sessions, (60, 60, 60, 40), strict=True):
+        executor.execute(Batch((Chunk(session, (1,) * tokens, 0),)))
+    clone = executor.clone_session(sessions[0], 60, GREEDY, seed=0, prompt=())
+    before = executor.method_calls()
+    with pytest.raises(StepFailed, match="40-token step does not fit: 35 cells free of 255"):
+        executor.launch(Batch((Chunk(clone, (1,) * 40, 20),)))  # its tail is shared
+    assert executor.method_calls() == before
 
 
 def test_t_ses_each_row_of_a_step_is_drawn_by_its_own_sessions_policy(executor):

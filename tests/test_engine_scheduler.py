@@ -51,6 +51,15 @@ def test_sch_13_a_chunk_that_does_not_fit_is_skipped_and_comes_first_next_time()
     assert step(queue) == [(30, 4), (50, 4)]
 
 
+def test_sch_6_who_was_not_reached_comes_first_so_that_all_are_served_alike():
+    queue = scheduler(prefill=8, mixed=12, chunk=4)
+    run(queue, *(session(a, 60, max_new=1) for a in (10, 20, 30)))
+    assert step(queue) == [(10, 4), (20, 4)]
+    assert step(queue) == [(30, 4), (10, 4)]
+    served = [arrival for _ in range(7) for arrival, _ in step(queue)] + [10, 20, 30, 10]
+    assert [served.count(arrival) for arrival in (10, 20, 30)] == [6, 6, 6]
+
+
 def test_sch_12_decodes_are_never_delayed_by_prefill_and_a_chunk_always_fits_beside_them():
     queue = scheduler(seqs=8, mixed=12, chunk=4)
     decoding = [session(a, 1) for a in range(8)]
