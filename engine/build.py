@@ -65,13 +65,13 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         kv_cells = min(kv_cells, model.max_model_len)  # one sequence needs no more
     max_model_len = _max_model_len(config, model.max_model_len, kv_cells)
     is_cuda = device.type == "cuda"
-    widths = config.widths or (CUDA_WIDTHS if is_cuda else CPU_WIDTHS)
+    widths = _widths(config, CUDA_WIDTHS if is_cuda else CPU_WIDTHS, kv_cells)
     limits = _limits(config, widths, CUDA_PREFILL if is_cuda else CPU_PREFILL)
     widest = min(max(limits.prefill_budget, limits.mixed_budget), kv_cells)  # no step has more tokens than cells
     options = ExecutorOptions(
         capacity_cells=kv_cells,
-        widths=tuple(width for width in widths if width < widest) or (1,),
-        max_dynamic=widest,
+        widths=widths,
+        max_dynamic=widest if widest > widths[-1] else None,
         max_sessions=config.num_seqs,
         max_session_tokens=max_model_len,
         cache_kind="single" if config.cache == "single" else "batched",
@@ -107,6 +107,18 @@ def _quicken(model: LoadedModel) -> None:
         logger.info("%s", fuse(model))
     else:
         pack_linears(model)
+
+
+def _widths(config: EngineConfig, ladder: tuple[int, ...], kv_cells: int) -> tuple[int, ...]:
+    """As asked; else what of the ladder the pool can hold."""
+    if config.widths is None:
+        return tuple(width for width in ladder if width <= kv_cells)
+    if config.widths[-1] > kv_cells:
+        raise ConfigError(
+            f"widths go up to {config.widths[-1]} rows, but the K/V pool has {kv_cells} cells: "
+            f"use widths up to {kv_cells} or --kv-cells {config.widths[-1]}"
+        )
+    return config.widths
 
 
 def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, int, int]) -> SchedulerLimits:

@@ -10,7 +10,7 @@ import torch
 
 from cache.cell_cache import CellCache
 from cache.factory import cache_factory
-from cache.geometry import Geometry, InvalidConfig, UnknownKind
+from cache.geometry import CacheMemoryError, Geometry, InvalidConfig, UnknownKind
 from cache.step import CellStep
 from engine.cell_executor import CellExecutor
 from engine.errors import ConfigError, ModelError
@@ -58,6 +58,10 @@ def create_executor(model: ServedModel, options: ExecutorOptions, progress: Prog
         cache = cache_factory().build(options.cache_kind, model.geometry, plan.cache, model.device)
     except (InvalidConfig, UnknownKind) as error:
         raise ConfigError(str(error)) from error
+    except (CacheMemoryError, MemoryError) as error:
+        raise ConfigError(
+            f"a K/V pool of {options.capacity_cells} cells does not fit into this machine's memory: {error}"
+        ) from error
     cache.bind_program("forward", model.geometry, plan.cache.kv_dtype)
     additional = AdditionalMethods(options.additional_methods)
     is_cuda = model.device.type == "cuda"

@@ -337,6 +337,21 @@ def test_a_closed_session_may_still_be_in_flight(executor):
     assert outputs[0].token_ids == outputs[1].token_ids
 
 
+@pytest.mark.parametrize(("options", "methods"), [
+    ({"widths": (4,), "max_num_batched_tokens": 2, "max_num_seqs": 2}, ["forward_4"]),
+    ({"widths": (8, 64), "max_num_batched_tokens": 32, "max_num_seqs": 3}, ["forward_8", "forward_64"]),
+    ({"widths": (8,), "max_num_batched_tokens": 32}, ["forward_8", "forward_others"]),
+    ({"widths": None, "kv_cells": 3}, ["forward_1", "forward_2", "forward_others"]),
+])  # fmt: skip
+def test_the_widths_that_were_asked_for_are_the_ones_that_run(model, options, methods):
+    loop, info = build(model, **options)
+    calls = loop.stats().method_calls
+    assert [name for name, _ in calls] == methods
+    assert [f"forward_{width}" for width in info.widths] == [name for name in methods if name != "forward_others"]
+    tokens, _ = run(loop, GenerateRequest("a", (5,), sampling=GREEDY, max_new_tokens=2))
+    assert tokens == run(build(model)[0], GenerateRequest("a", (5,), sampling=GREEDY, max_new_tokens=2))[0]
+
+
 def test_calls_and_padding_are_counted(executor):
     session = executor.open_session(GREEDY, seed=0, prompt=(1, 2, 3))
     draw(executor, session, (1, 2, 3), 0)
@@ -372,6 +387,8 @@ def test_prompt_logprobs_equal_those_of_a_plain_forward(model):
         ({"max_model_len": 300, "kv_cells": 200}, "--max-model-len 200 or --kv-cells 300"),
         ({"device": "cuda:99"}, "use --device cpu|CUDA devices"),
         ({"kv_cells": None, "kv_cache_gib": 1e-7}, "holds no sequence: one cell of this model takes 512 bytes"),
+        ({"kv_cells": 10, "widths": (4, 16)}, "widths go up to 16 rows, but the K/V pool has 10 cells"),
+        ({"kv_cells": 10**14}, "a K/V pool of 100000000000000 cells does not fit"),
         ({"max_num_batched_tokens": 1, "max_num_seqs": 4, "widths": (1, 2, 4)}, None),
     ],
 )
@@ -385,7 +402,7 @@ def test_options_that_cannot_work_are_refused_by_name(model, options, words):
 
 
 def test_the_smallest_pool_serves_the_smallest_request(model):
-    loop, info = build(model, kv_cells=2, max_num_batched_tokens=None)
+    loop, info = build(model, kv_cells=2, widths=None, max_num_batched_tokens=None)
     assert info.max_model_len == 2
     tokens, ends = run(loop, GenerateRequest("a", (1,), sampling=GREEDY, max_new_tokens=1))
     assert len(tokens["a", 0]) == 1
