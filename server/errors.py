@@ -289,6 +289,9 @@ def from_status(status: int, *, method: str, path: str, headers: Headers | None 
         error = method_not_allowed(method, path, (headers or {}).get("Allow"))
     elif status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
         error = unsupported_media_type("not JSON")
+    elif status == HTTPStatus.BAD_REQUEST:
+        # What Python's own parser gives up on: the only 400 that the framework comes to by itself.
+        error = invalid_json("the body cannot be read: it is nested too deeply or holds a number with too many digits")
     elif status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         error = ApiError(status, "the server failed to answer this request", type="server_error", code="internal_error")
     else:
