@@ -90,7 +90,7 @@ class Settings(BaseSettings):
     ] = None
     seed: Annotated[
         int,
-        Field(ge=0, description="of dummy weights, and the root of requests that bring no seed"),
+        Field(ge=0, description="of dummy weights; a request without a seed of its own is random"),
         Option("model", "engine/build.py"),
     ] = 0
 
