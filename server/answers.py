@@ -70,14 +70,17 @@ def engine_requests(
     param: str,
     policy: Policy,
 ) -> list[GenerateRequest]:
-    """One for each prompt, all checked. request_hex: unique, from which the engine's ids are made."""
+    """One for each prompt, all checked. request_hex: unique, from which the engine's ids are made.
+
+    n: choices of each. Greedy ones would all be the same: the engine is asked for one.
+    """
     for token_ids in prompts:
         schemas.check_prompt(token_ids, info, param)
     return [
         GenerateRequest(
             request_id=f"{request_hex}-{number}",
             prompt_token_ids=token_ids,
-            n=n,
+            n=1 if sampling.temperature == 0 else n,
             sampling=sampling,
             max_new_tokens=schemas.new_tokens(
                 body, len(token_ids), info, default_new_tokens, param, clamps=policy.clamps

@@ -74,7 +74,7 @@ def _generation(body: ChatBody, serving: Serving, prompt: tuple[int, ...], reque
         param="messages",
         policy=answers.Policy.of(serving.settings),
     )
-    return Generation(serving.client, serving.text, requests, answers.text_options(body, info))
+    return Generation(serving.client, serving.text, requests, answers.text_options(body, info), n=body.n or 1)
 
 
 class _Writer:

@@ -129,7 +129,7 @@ def generation_of(
     )
     prompt_chars = [len(prompt.text) for prompt in prompts] if body.logprobs is not None else []
     options = answers.text_options(body, info)
-    return Generation(client, text, requests, options, prompt_chars=prompt_chars)
+    return Generation(client, text, requests, options, n=body.draws, prompt_chars=prompt_chars)
 
 
 def answered(body: CompletionBody, generation: Generation) -> list[Choice]:

@@ -168,9 +168,13 @@ class Generation:
         requests: Sequence[GenerateRequest],
         options: TextOptions,
         *,
+        n: int,
         prompt_chars: Sequence[int] = (),
     ) -> None:
-        """requests: one a prompt. prompt_chars: code points of each prompt, where logprobs are wanted."""
+        """requests: one a prompt. n: choices of each; where a request asks for one, they are all that one's copies.
+
+        prompt_chars: code points of each prompt, where logprobs are wanted.
+        """
         self.requests = tuple(requests)
         self.usage = Usage(sum(len(request.prompt_token_ids) for request in requests))
         self._client = client
@@ -181,7 +185,8 @@ class Generation:
         for number, request in enumerate(requests):
             chars = prompt_chars[number] if prompt_chars else 0
             first = sum(map(len, self._choices))
-            self._choices.append([Choice(first + j, request, text, options, chars) for j in range(request.n)])
+            assert request.n in (1, n)
+            self._choices.append([Choice(first + j, request, text, options, chars) for j in range(n)])
         self._books: list[_Books] = []
         self._on_close = ExitStack()
         self._was_cancelled = False
@@ -216,8 +221,9 @@ class Generation:
         self._books = [_Books(metrics, arrived_s) for _ in self.choices]
         if metrics is not None:
             for request in self.requests:
+                n = len(self.choices) // len(self.requests)
                 metrics.request_started(
-                    prompt_tokens=len(request.prompt_token_ids), n=request.n, max_tokens=request.max_new_tokens
+                    prompt_tokens=len(request.prompt_token_ids), n=n, max_tokens=request.max_new_tokens
                 )
 
     async def news(self) -> AsyncGenerator[Choice, None]:
@@ -226,7 +232,7 @@ class Generation:
         Raises ApiError when one fails, which ends them all; what each had to say until then is left in its `news`.
         """
         waiting_for_prompt: list[tuple[int, Update]] = []
-        num_open = sum(request.n for request in self.requests)
+        num_open = len(self.choices)
         async with aclosing(_merged(self._streams)) as updates:
             async for number, update in updates:
                 wants_prompt = self.requests[number].sampling.prompt_logprobs is not None
@@ -243,14 +249,13 @@ class Generation:
                     ready += [entry for entry in waiting_for_prompt if entry[0] == number]
                     waiting_for_prompt = [entry for entry in waiting_for_prompt if entry[0] != number]
                 for ready_number, ready_update in ready:
-                    choice = self._tell(ready_number, ready_update)
-                    if choice is None:
-                        continue
-                    if choice.is_finished:
+                    told = self._tell(ready_number, ready_update)
+                    if told and told[0].is_finished:
                         # Stop strings are unknown to the engine, which would go on. Its siblings do.
                         self._streams[number].cancel(ready_update.index)
-                    yield choice
-                    num_open -= choice.is_finished
+                    for choice in told:
+                        yield choice
+                        num_open -= choice.is_finished
                 if not num_open:
                     return
 
@@ -282,32 +287,35 @@ class Generation:
             self._reservation.release()
         self._on_close.close()
 
-    def _tell(self, number: int, update: Update) -> Choice | None:
-        """Pass the update on; None when its choice ended before, by a stop string."""
-        choice = self._choices[number][update.index]
-        if choice.is_finished:
-            return None
+    def _tell(self, number: int, update: Update) -> list[Choice]:
+        """Pass the update on to its choice, or to all copies; to none when it ended before, by a stop string."""
+        choices = self._choices[number]
+        if self.requests[number].n > 1:
+            choices = choices[update.index : update.index + 1]
+        if choices[0].is_finished:
+            return []
         if update.cached_tokens is not None and update.index == 0:
             self.usage.cached_tokens += update.cached_tokens
             if self._metrics is not None:
                 self._metrics.prompt_looked_up(
                     prompt_tokens=len(self.requests[number].prompt_token_ids), cached_tokens=update.cached_tokens
                 )
-        tokens_before = choice.num_tokens
-        choice.push(update)
-        new_tokens = choice.num_tokens - tokens_before
-        self.usage.completion_tokens += new_tokens
-        books = self._books[choice.index]
-        books.drawn(new_tokens)
-        if choice.finish_reason is not None:
-            books.close(choice.finish_reason, choice.num_tokens)
-        if choice.finish_reason in ("failed", "cancelled"):
+        for choice in choices:
+            tokens_before = choice.num_tokens
+            choice.push(update)
+            new_tokens = choice.num_tokens - tokens_before
+            self.usage.completion_tokens += new_tokens
+            books = self._books[choice.index]
+            books.drawn(new_tokens)
+            if choice.finish_reason is not None:
+                books.close(choice.finish_reason, choice.num_tokens)
+        if choices[0].finish_reason in ("failed", "cancelled"):
             for other in self.choices:
                 other.interrupt()
             if self._was_cancelled and update.finish == "cancelled":
                 raise errors.request_cancelled()
             raise errors.from_failure(update.error_code)
-        return choice
+        return choices
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, Update], None]:

@@ -233,10 +233,18 @@ def test_4_2_best_of_that_asks_for_no_more_than_n_is_n(server: LiveServer) -> No
         assert len(complete(server, prompt="q", n=2, best_of=best_of, max_tokens=1)["choices"]) == 2
 
 
-def test_4_2_n_at_temperature_zero_are_equal_choices(server: LiveServer) -> None:
-    whole = complete(server, prompt="q", n=3, temperature=0, max_tokens=4)
-    assert [choice["text"] for choice in whole["choices"]] == ["Sum: 42"] * 3
-    assert whole["usage"]["completion_tokens"] == 12
+def test_4_2_n_at_temperature_zero_are_equal_choices_of_one_decode(
+    server: LiveServer, executor: ScriptedExecutor
+) -> None:
+    opened = executor.opened
+    body = {"prompt": ["q", "eos"], "n": 3, "temperature": 0, "max_tokens": 4, "logprobs": 1, "prompt_logprobs": 0}
+    whole = complete(server, **body)
+    assert [choice["text"] for choice in whole["choices"]] == ["Sum: 42"] * 3 + ["ab"] * 3
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    assert whole["usage"]["completion_tokens"] == 3 * (4 + 3)
+    assert executor.opened == opened + 2
+    stopped = complete(server, prompt="q", n=3, temperature=0, stop=" 4", echo=True)
+    assert [choice["text"] for choice in stopped["choices"]] == ["qSum:"] * 3
 
 
 def test_4_4_a_stop_string_never_begins_in_the_prompt(server: LiveServer) -> None:

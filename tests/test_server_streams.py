@@ -73,7 +73,7 @@ async def deltas(tiny: TinyTokenizer, updates: list[Update], *stops: str, n: int
     request = GenerateRequest("r", (113,), n=n, sampling=SamplingParams(**sampling))
     options = TextOptions(StopStrings(stops))
     script = Script(updates)
-    generation = Generation(script, Text(str(tiny.folder)), [request], options)  # type: ignore[arg-type]
+    generation = Generation(script, Text(str(tiny.folder)), [request], options, n=n)  # type: ignore[arg-type]
     generation.submit()
 
     def render(choice: Choice, news: News) -> bytes:
