@@ -26,6 +26,8 @@ _MAX_BAD_WORDS = 128
 MAX_MESSAGES = 4096
 """Checking more would hold up the event loop: they cost about 10 us each."""
 _MAX_REPORTED = 16
+_NEVER = -100
+"""A logit_bias this low is a ban."""
 _GREEDY_BELOW = 1e-5
 """Temperatures under this overflow when logits are divided by them, and mean greedy anyway."""
 
@@ -505,7 +507,7 @@ def sampling_params(
     if body.allowed_token_ids is not None:
         check_ids(body.allowed_token_ids, info, "allowed_token_ids")
     check_ids([token_id for token_id, _ in body.logit_bias], info, "logit_bias")
-    return SamplingParams(
+    params = SamplingParams(
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
         top_p=_first(body.top_p, defaults.top_p, 1.0),
         top_k=0 if top_k >= info.vocab_size else top_k,
@@ -522,10 +524,29 @@ def sampling_params(
         stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
         min_tokens=body.min_tokens or 0,
     )
+    _check_drawable(params)
+    return params
 
 
 def stop_strings(body: GenerationBody) -> StopStrings:
     return StopStrings(body.stop, include_in_output=bool(body.include_stop_str_in_output))
+
+
+def _check_drawable(params: SamplingParams) -> None:
+    """Where every allowed token is ruled out, whatever is drawn is one that was not allowed."""
+    if params.allowed_token_ids is None:
+        return
+    banned = {token_id for token_id, bias in params.logit_bias if bias <= _NEVER}
+    banned.update(word[0] for word in params.bad_words if len(word) == 1)
+    drawable = set(params.allowed_token_ids) - banned
+    if not drawable:
+        raise errors.invalid_value(
+            "logit_bias and bad_words rule out every one of allowed_token_ids", "allowed_token_ids"
+        )
+    if params.min_tokens and drawable <= set(params.stop_token_ids):
+        raise errors.invalid_value(
+            f"min_tokens is {params.min_tokens}, but every one of allowed_token_ids ends the answer", "min_tokens"
+        )
 
 
 _Number = TypeVar("_Number", int, float)

@@ -180,6 +180,24 @@ def test_b11_ids_outside_the_vocabulary_are_refused_by_name(fields: dict[str, An
     assert "1000" in error.message or "1040" in error.message
 
 
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"allowed_token_ids": [10, 11], "logit_bias": {"10": -100, "11": -100}}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10, 11], "stop_token_ids": [10, 11, 12], "min_tokens": 1}, "min_tokens"),
+    ({"allowed_token_ids": [1, 2], "logit_bias": {"1": -100}, "stop_token_ids": [2], "min_tokens": 1}, "min_tokens"),
+    ({"allowed_token_ids": [10, 11], "logit_bias": {"10": -99}, "stop_token_ids": [11], "min_tokens": 1}, None),
+    ({"allowed_token_ids": [10, 11], "logit_bias": {"10": -100}}, None),
+    ({"allowed_token_ids": [10], "stop_token_ids": [10]}, None),
+])  # fmt: skip
+def test_limits_that_leave_no_token_to_draw_are_refused(fields: dict[str, Any], param: str | None) -> None:
+    body = completion(**fields)
+    if param is None:
+        sampling(body)
+        return
+    with pytest.raises(ApiError) as refused:
+        sampling(body)
+    assert refused.value.param == param
+
+
 def test_b11_the_last_valid_id_is_accepted() -> None:
     params = sampling(completion(logit_bias={"999": 5}, stop_token_ids=[999], allowed_token_ids=[999, 1]))
     assert params.logit_bias == ((999, 5.0),)
