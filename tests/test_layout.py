@@ -29,7 +29,7 @@ ARROWS = {
 HOMES = {
     "zmq": ["engine.process", "engine.spawned"],
     "msgspec": ["engine.wire"],
-    "triton": ["static_graphs.kernels.*", "cache.attend.triton_cells"],
+    "triton": ["static_graphs.kernels.*", "cache.attend.triton_cells", "cache.offload.kernels"],
     "cuda": ["cache.pool*"],
     "transformers": ["static_graphs.*", "engine.bench"],
     "gguf": ["static_graphs.*"],

@@ -1,0 +1,177 @@
+"""Chunks on their way between the pool and host memory: a staging ring and a stream for each direction.
+
+    store   pool ──gather──> ring slot ──copy──> host      cells are free to change when `gathered` is called
+    load    host ──copy──> ring slot ──scatter──> pool     cells may be read when `done` is called
+
+A direction's work runs in order on its stream, so a ring slot is reused safely; the two directions overlap. Nothing
+here waits: a full ring refuses, and `poll` calls back for what has finished, in order. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy.typing as npt
+import torch
+
+from cache.offload.gather import Mover, chunk_rows
+from cache.offload.groups import Groups, InvalidGroups
+from cache.offload.staging import BlockIds, Staging
+from cache.pool import Pool
+
+Callback = Callable[[], None]
+
+
+class CopyStream(Protocol):
+    """Where one direction's work is queued."""
+
+    def use(self) -> AbstractContextManager[object]:
+        """Queue on this stream inside the context, behind everything the caller's stream has queued before it."""
+
+    def mark(self) -> Callable[[], bool]:
+        """-> whether everything queued so far has finished. Never waits."""
+
+
+class InlineStream:
+    """Host memory: work is finished when it was queued."""
+
+    def use(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: True
+
+
+class CudaStream:
+    """A low-priority stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Its priority is the lowest one there is: the default.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def use(self) -> AbstractContextManager[object]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Callable[[], bool]:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event.query
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A point on a stream and what to call once the stream has passed it."""
+
+    is_passed: Callable[[], bool]
+    callback: Callback
+    frees_slot: bool
+
+
+class _Ring:
+    """One direction: its stream, its staging slots in rotation, what is under way."""
+
+    def __init__(self, pool: Pool, groups: Groups, device: torch.device, slots: int, stream: CopyStream) -> None:
+        self.stream = stream
+        self.staging = Staging(groups, device, max_batch_size=slots)
+        self.mover = Mover(pool, self.staging)
+        self.ids = BlockIds(device, groups.chunk_tokens)
+        self.stages: deque[_Stage] = deque()
+        self.in_flight = 0
+        self._next = 0
+
+    def take_slot(self) -> int | None:
+        if self.in_flight == self.staging.max_batch_size:
+            return None
+        slot, self._next = self._next, (self._next + 1) % self.staging.max_batch_size
+        self.in_flight += 1
+        return slot
+
+    def poll(self) -> None:
+        while self.stages and self.stages[0].is_passed():
+            stage = self.stages.popleft()
+            self.in_flight -= stage.frees_slot
+            stage.callback()
+
+
+class Transfers:
+    """Moves whole chunks between one pool and flat host tensors of `chunk_bytes`, pinned where the pool is on CUDA."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        groups: Groups,
+        device: torch.device,
+        *,
+        ring_slots: int = 4,
+        make_stream: Callable[[], CopyStream] | None = None,
+    ) -> None:
+        if make_stream is None:
+            make_stream = (lambda: CudaStream(device)) if device.type == "cuda" else InlineStream
+        self._groups = groups
+        self._stores = _Ring(pool, groups, device, ring_slots, make_stream())
+        self._loads = _Ring(pool, groups, device, ring_slots, make_stream())
+        self.chunk_bytes = self._stores.staging.chunk_bytes
+
+    @property
+    def in_flight(self) -> int:
+        """Chunks under way, both directions."""
+        return self._stores.in_flight + self._loads.in_flight
+
+    def store(self, cells: npt.ArrayLike, host: torch.Tensor, *, gathered: Callback, done: Callback) -> bool:
+        """Copy one chunk's K/V, as the caller's stream leaves it, into `host` [chunk_bytes] u8.
+
+        Until `gathered` the cells must stay held, until `done` the host memory. False: the ring is full, try later.
+        InvalidGroups for cells that are not one chunk or host memory of another size. Nothing has begun then.
+        """
+        rows = self._check(cells, host)
+        ring = self._stores
+        slot = ring.take_slot()
+        if slot is None:
+            return False
+        with ring.stream.use():
+            ring.mover.gather(ring.ids.stage(list(rows))[0][None], slot)
+            ring.stages.append(_Stage(ring.stream.mark(), gathered, frees_slot=False))
+            host.copy_(ring.staging.chunk(slot), non_blocking=True)
+            ring.stages.append(_Stage(ring.stream.mark(), done, frees_slot=True))
+        return True
+
+    def load(self, host: torch.Tensor, cells: npt.ArrayLike, *, done: Callback) -> bool:
+        """Copy `host` into cells that one unfinished sequence owns alone. Verified bytes only: they reach attention.
+
+        Until `done`, cells and host memory must stay held and the cells unread. False and InvalidGroups as in `store`.
+        """
+        rows = self._check(cells, host)
+        ring = self._loads
+        slot = ring.take_slot()
+        if slot is None:
+            return False
+        with ring.stream.use():
+            ring.staging.chunk(slot).copy_(host, non_blocking=True)
+            ring.mover.scatter(ring.ids.stage(list(rows))[0][None], slot)
+            ring.stages.append(_Stage(ring.stream.mark(), done, frees_slot=True))
+        return True
+
+    def poll(self) -> None:
+        """Call back for everything that has finished since, each direction in the order it was begun."""
+        self._stores.poll()
+        self._loads.poll()
+
+    def close(self) -> None:
+        """Give the staging buffers back. Nothing may be under way."""
+        assert self.in_flight == 0, "copies are under way"
+        self._stores.staging.close()
+        self._loads.staging.close()
+
+    def _check(self, cells: npt.ArrayLike, host: torch.Tensor) -> torch.Tensor:
+        rows = chunk_rows(cells, self._groups.chunk_tokens)
+        if rows.shape[0] != 1:
+            raise InvalidGroups(f"{rows.shape[0]} chunks at once: a ring slot holds one")
+        if host.shape != (self.chunk_bytes,) or host.dtype != torch.uint8:
+            raise InvalidGroups(f"a chunk is {self.chunk_bytes} bytes, not {host.dtype} {list(host.shape)}")
+        return rows
