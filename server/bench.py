@@ -43,13 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--streams", type=_positive_int, help="requests open at once (default: 8, or no limit with --rate)"
     )
     load.add_argument("--rate", type=_positive_float, help="requests a second on average, arriving at random")
-    load.add_argument("--warmup", type=int, default=1, help="requests before the clock starts (default: 1)")
-    load.add_argument("--max-retries", type=int, default=20, help="tries after a 429 or 503 before giving a request up")
+    load.add_argument("--warmup", type=_count, default=1, help="requests before the clock starts (default: 1)")
+    load.add_argument(
+        "--max-retries", type=_count, default=20, help="tries after a 429 or 503 before giving a request up"
+    )
     load.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("--input-tokens", type=_span, default=(128, 128), help="N, or LOW-HIGH for a uniform draw")
     prompts.add_argument("--output-tokens", type=_span, default=(64, 64), help="N, or LOW-HIGH; end of text is ignored")
-    prompts.add_argument("--prefix-tokens", type=int, default=0, help="ids in front of each prompt that all share")
+    prompts.add_argument("--prefix-tokens", type=_count, default=0, help="ids in front of each prompt that all share")
     prompts.add_argument("--vocab-size", type=_positive_int, default=1000, help="random ids are below this")
     prompts.add_argument(
         "--dataset",
@@ -66,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """0: every request was answered. 1: some failed or were given up. 2: nothing to measure. 130: interrupted."""
     console = Console(stderr=True)
     try:
+        if args.json:
+            _check_writable(args.json)
         prompts = make_prompts(args)
         outcomes, duration_s, model = asyncio.run(_measure(args, prompts, console))
     except BenchError as error:
@@ -78,6 +82,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(_describe(args, model) | summary, indent=2) + "\n")
     return 0 if summary["completed"] == len(outcomes) else 1
+
+
+def _check_writable(path: Path) -> None:
+    """Before a run of minutes, not behind it."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise BenchError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
 def make_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -246,6 +258,13 @@ def _print_report(summary: Summary, outcomes: Sequence[Outcome], console: Consol
         console.print(f"{count} x {reason}", style="red", markup=False)
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
 def _positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -262,7 +281,7 @@ def _positive_float(text: str) -> float:
 
 def _span(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
-    span = (int(low), int(high or low))
+    span = (int(low), int(high or low)) if low.isdecimal() and (high or low).isdecimal() else (0, 0)
     if not 1 <= span[0] <= span[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is neither N nor LOW-HIGH with 1 <= LOW <= HIGH")
     return span

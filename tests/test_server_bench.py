@@ -187,3 +187,27 @@ def test_a_dataset_row_that_asks_nothing_is_named(
 def test_a_server_that_is_not_there_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run(options("--url", "http://127.0.0.1:9")) == 2
     assert "http://127.0.0.1:9/v1/models" in capsys.readouterr().err.replace("\n", "")
+
+
+@pytest.mark.parametrize("flags", [
+    ("--warmup", "-1"),
+    ("--max-retries", "-1"),
+    ("--prefix-tokens", "-1"),
+    ("--input-tokens", "few"),
+    ("--input-tokens", "8-4"),
+])  # fmt: skip
+def test_a_number_that_cannot_be_is_refused_by_its_option(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options(*flags)
+    said = capsys.readouterr().err
+    assert f"argument {flags[0]}: " in said
+    assert "invalid _" not in said
+
+
+def test_a_file_that_cannot_be_written_is_found_out_before_the_run(
+    fake: FakeLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.run(options("--url", fake.url, "--json", str(tmp_path / "nowhere" / "figures.json"))) == 2
+    assert "cannot be written: No such file" in capsys.readouterr().err
