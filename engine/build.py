@@ -21,6 +21,7 @@ from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.create import Progress, create_executor
 from engine.errors import ConfigError, ModelError
 from engine.executor_options import ExecutorOptions
+from engine.grammar import Grammars
 from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
 from engine.types import EngineInfo, GenerationDefaults
@@ -57,6 +58,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         if not config.enforce_eager:
             _quicken(model)
         tokenizer_dir, num_token_ids = _export_tokenizer(name)
+        grammars = _grammars(tokenizer_dir, model)
     except ModelLoadError as error:
         raise ModelError(str(error)) from error
     kv_dtype = model.dtype
@@ -79,7 +81,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         max_sequences=config.num_seqs,
         captures_static_methods=not config.enforce_eager,
     )
-    executor = create_executor(model, options, progress)
+    executor = create_executor(model, options, progress, grammars)
     info = EngineInfo(
         model=name,
         architecture=model.architecture,
@@ -94,9 +96,11 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         eos_token_ids=model.eos_token_ids,
         tokenizer_dir=tokenizer_dir,
         defaults=_defaults(model.defaults),
+        has_grammars=grammars is not None,
         created_s=int(time.time()),
     )
-    return EngineLoop(executor, limits, prefix_cache=config.prefix_cache and config.cache == "cells"), info
+    has_prefixes = config.prefix_cache and config.cache == "cells"
+    return EngineLoop(executor, limits, prefix_cache=has_prefixes, grammars=grammars), info
 
 
 def _quicken(model: LoadedModel) -> None:
@@ -157,6 +161,18 @@ def _export_tokenizer(model: str) -> tuple[str | None, int | None]:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     num_token_ids = export_tokenizer(model, folder)
     return (None, None) if num_token_ids is None else (str(folder), num_token_ids)
+
+
+def _grammars(tokenizer_dir: str | None, model: LoadedModel) -> Grammars | None:
+    """None where a token's bytes, or the token that ends an answer, cannot be known: then structured output is off."""
+    if tokenizer_dir is None or not model.eos_token_ids:
+        return None
+    source = (Path(tokenizer_dir) / "tokenizer.json").read_text(encoding="utf-8")
+    try:
+        return Grammars(source, model.vocab_size, model.eos_token_ids)
+    except ValueError as error:
+        logger.warning("structured output is off: the tokenizer cannot be matched with grammars (%s)", error)
+        return None
 
 
 def _kv_cells(config: EngineConfig, geometry: Geometry, kv_dtype: torch.dtype, device: torch.device) -> int:

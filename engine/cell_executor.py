@@ -279,23 +279,30 @@ class CellExecutor:
     def collect(self, in_flight: CellInFlight) -> StepOutput:
         token_ids: list[list[int]] = [[] for _ in in_flight.batch.chunks]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in in_flight.batch.chunks]
+        refusals = dict(in_flight.refusals)
         for part in in_flight.parts:
+            for row, error in part.sampled.errors.items():
+                refusals[in_flight.batch.chunks[part.answers[row]].session_id] = error
             for chunk, (token_id, values) in zip(part.answers.tolist(), part.sampled.collect(), strict=True):
                 token_ids[chunk].append(token_id)
                 if values is not None:
                     logprobs[chunk].append(values)
         return StepOutput(
             tuple(
-                self._output(in_flight, index, chunk, token_ids[index], logprobs[index])
+                self._output(in_flight, index, chunk, token_ids[index], logprobs[index], refusals.get(chunk.session_id))
                 for index, chunk in enumerate(in_flight.batch.chunks)
             )
         )
 
     @staticmethod
     def _output(
-        in_flight: CellInFlight, index: int, chunk: Chunk, token_ids: list[int], logprobs: list[TokenLogprobs]
+        in_flight: CellInFlight,
+        index: int,
+        chunk: Chunk,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        refusal: str | None,
     ) -> ChunkOutput:
-        refusal = in_flight.refusals.get(chunk.session_id)
         if refusal is not None:
             return ChunkOutput(chunk.session_id, error=refusal)
         return ChunkOutput(
@@ -383,7 +390,8 @@ class CellExecutor:
             logits = logits[torch.from_numpy(drawn).to(self._device)]
         owners = packed.seq_ids[rows[drawn]].astype(np.int64)
         choices = draws[drawn].astype(np.int64)
-        sampled = self._sampler.sample(logits, owners, packed.positions[rows[drawn]] + 1, choices)
+        fed = packed.tokens[rows[drawn]]
+        sampled = self._sampler.sample(logits, owners, packed.positions[rows[drawn]] + 1, choices, fed)
         own = np.flatnonzero(choices == 0)  # a fork's token is its own session's last token, not the stem's
         self._last_token[torch.from_numpy(owners[own]).to(self._device)] = sampled.ids[
             torch.from_numpy(own).to(self._device)

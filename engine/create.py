@@ -15,6 +15,7 @@ from cache.step import CellStep
 from engine.cell_executor import CellExecutor
 from engine.errors import ConfigError, ModelError
 from engine.executor_options import ExecutorOptions, derive
+from engine.grammar import Grammars
 from engine.sampling import Sampler
 from static_graphs.additional import AdditionalMethods
 from static_graphs.capture import CapturedForwards
@@ -46,8 +47,16 @@ class ServedModel(Model, Protocol):
     def body(self) -> torch.nn.Module: ...
 
 
-def create_executor(model: ServedModel, options: ExecutorOptions, progress: Progress = lambda *_: None) -> CellExecutor:
-    """Raises ConfigError before anything is built, when limits or layers cannot be kept."""
+def create_executor(
+    model: ServedModel,
+    options: ExecutorOptions,
+    progress: Progress = lambda *_: None,
+    grammars: Grammars | None = None,
+) -> CellExecutor:
+    """Raises ConfigError before anything is built, when limits or layers cannot be kept.
+
+    grammars: of the model's tokens; without it, a session with a grammar is refused.
+    """
     plan = derive(options, context=model.max_model_len, dtype=model.dtype)
     try:
         taps = Taps(model.body, options.tap_layers, plan.cache.max_write) if options.tap_layers else None
@@ -77,7 +86,7 @@ def create_executor(model: ServedModel, options: ExecutorOptions, progress: Prog
     return CellExecutor(
         forwards,
         cache,
-        Sampler(model.vocab_size, model.device, plan.cache.max_sequences),
+        Sampler(model.vocab_size, model.device, plan.cache.max_sequences, grammars),
         additional,
         max_sessions=options.max_sessions,
         max_session_tokens=plan.max_session_tokens,

@@ -9,18 +9,32 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
 from engine.config import check_request
-from engine.errors import CellserveError, ConfigError, Draining, EngineUnavailable, ModelError, QueueFull
+from engine.errors import (
+    CellserveError,
+    ConfigError,
+    Draining,
+    EngineUnavailable,
+    GrammarRefused,
+    ModelError,
+    QueueFull,
+)
+from engine.grammar import check_grammar
 from engine.streams import RequestStream
-from engine.types import EngineInfo, EngineStats, ErrorCode, GenerateRequest, Update
+from engine.types import EngineInfo, EngineStats, ErrorCode, GenerateRequest, Grammar, Update
 from engine.wire import Cancel, Failed, FromEngine, Progress, Ready, Step, Submit, ToEngine
 
 STOP_GRACE_S = 5.0
 """How long an engine that was told to stop may take before it is ended from outside."""
+GRAMMAR_CHECK_S = 5.0
+"""A grammar that is not found good by then is refused."""
+_MAX_KNOWN_GRAMMARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,8 @@ class EngineClient(ABC):
         self._changing = asyncio.Lock()
         """Held by whoever launches or ends an engine."""
         self._is_closed = False
+        self._checkers = ThreadPoolExecutor(2, thread_name_prefix="grammar-check")
+        self._good_grammars: OrderedDict[Grammar, None] = OrderedDict()
 
     @property
     def phase(self) -> EnginePhase:
@@ -116,6 +132,22 @@ class EngineClient(ABC):
         """Every change from this call on, none left out however late it is read. Never ends by itself."""
         return _phases_behind(self._turn)
 
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Find out on another thread whether requests may bring this grammar. Raises GrammarRefused or Draining."""
+        if self._is_closed:
+            raise Draining("the server is shutting down and takes nothing new")
+        if grammar not in self._good_grammars:
+            checking = asyncio.get_running_loop().run_in_executor(self._checkers, check_grammar, grammar)
+            try:
+                async with asyncio.timeout(GRAMMAR_CHECK_S):
+                    await checking
+            except TimeoutError as error:
+                raise GrammarRefused(f"checking it takes longer than {GRAMMAR_CHECK_S:g} s") from error
+        self._good_grammars[grammar] = None
+        self._good_grammars.move_to_end(grammar)
+        while len(self._good_grammars) > _MAX_KNOWN_GRAMMARS:
+            self._good_grammars.popitem(last=False)
+
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Admit the request and return its stream. A refusal comes here, before anything was sent, or never.
 
@@ -171,6 +203,7 @@ class EngineClient(ABC):
         except TimeoutError:
             self._fail_streams("the server is shutting down", "shutting_down")
         self._died("shut down")
+        self._checkers.shutdown(wait=False, cancel_futures=True)
         async with self._changing:
             await self._end()
 

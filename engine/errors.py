@@ -6,6 +6,7 @@ CellserveError
 ├── RequestRefused         nothing was admitted; the message names value and limit
 │   ├── RequestTooLong     prompt + new tokens pass the context
 │   ├── RequestTooLarge    could never fit the pool, or n passes max_num_seqs
+│   ├── GrammarRefused     the grammar cannot be compiled, or matches nothing
 │   ├── QueueFull          try again later
 │   ├── Draining           this server is going away
 │   └── EngineUnavailable  the engine is not up
@@ -48,6 +49,10 @@ class RequestTooLong(RequestRefused):
 
 class RequestTooLarge(RequestRefused):
     """The request could never run on this server, however long it waited."""
+
+
+class GrammarRefused(RequestRefused):
+    """The grammar cannot be compiled within its limits, or matches nothing; the message says what is wrong with it."""
 
 
 class QueueFull(RequestRefused):

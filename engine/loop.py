@@ -9,9 +9,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol
 
-from engine.errors import SessionsExhausted, StepFailed
+from engine.errors import GrammarRefused, SessionsExhausted, StepFailed
 from engine.executor import Executor, InFlight
 from engine.prefix import PrefixCache
 from engine.scheduler import Scheduler, SchedulerLimits
@@ -24,10 +25,24 @@ from engine.types import (
     ErrorCode,
     FinishReason,
     GenerateRequest,
+    Grammar,
     StepOutput,
     TokenLogprobs,
     Update,
 )
+
+GRAMMAR_COMPILE_S = 10.0
+"""A request whose grammar is not compiled by then fails."""
+_GRAMMAR_WAIT_S = 0.02
+"""How long an idle turn waits for one, deaf to new requests."""
+
+
+class Preparing(Protocol):
+    """Whoever compiles grammars: engine.grammar.Grammars."""
+
+    def prepare(self, grammar: Grammar) -> Future[Any]:
+        """Begin to compile, elsewhere. The future fails with GrammarRefused."""
+        ...
 
 
 class EngineLoop:
@@ -39,9 +54,13 @@ class EngineLoop:
         limits: SchedulerLimits,
         *,
         prefix_cache: bool = True,
+        grammars: Preparing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """grammars: None where requests with a grammar need no preparation, or never come."""
         self._executor = executor
+        self._grammars = grammars
+        self._preparing: list[tuple[Session, Future[Any], float]] = []  # not yet queued; until when they may take
         self._prefixes = PrefixCache(executor, is_on=prefix_cache)
         self._scheduler = Scheduler(limits)
         self._clock = clock
@@ -82,6 +101,9 @@ class EngineLoop:
             self._queue_deadlines[request.request_id] = self._clock() + request.queue_timeout_s
         if request.max_new_tokens == 0 and request.sampling.prompt_logprobs is None:
             self._finish(stem, "length")
+        elif request.sampling.grammar is not None and self._grammars is not None:
+            future = self._grammars.prepare(request.sampling.grammar)
+            self._preparing.append((stem, future, self._clock() + GRAMMAR_COMPILE_S))
         else:
             self._scheduler.add_waiting(stem)
 
@@ -109,13 +131,13 @@ class EngineLoop:
 
     def has_work(self) -> bool:
         """Whether another `step` would do anything."""
-        return not self._scheduler.is_empty or self._in_flight is not None or bool(self._updates)
+        return bool(self._updates or self._preparing) or not self._scheduler.is_empty or self._in_flight is not None
 
     def stats(self) -> EngineStats:
         """A snapshot; sums only grow."""
         return EngineStats(
             running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
+            waiting=self._scheduler.num_waiting + sum(session.draws for session, _, _ in self._preparing),
             cells_used=self._executor.total_cells - self._prefixes.available_cells,
             cells_cached=self._prefixes.cached_cells,
             cells_total=self._executor.total_cells,
@@ -136,6 +158,7 @@ class EngineLoop:
         """Launch what can run, collect what is due, and return the news since the last call."""
         started = self._clock()
         self._expire()
+        self._queue_prepared()
         ahead, self._in_flight = self._in_flight, None
         preempted = self._make_room()
         launched = self._launch_next()
@@ -156,6 +179,25 @@ class EngineLoop:
             )
         updates, self._updates = self._updates, []
         return updates
+
+    def _queue_prepared(self) -> None:
+        """Queue those whose grammar is compiled. Waits for one, for a moment, only when there is nothing else to do."""
+        if not self._preparing:
+            return
+        if self._scheduler.is_empty and self._in_flight is None and not self._updates:
+            wait([future for _, future, _ in self._preparing], _GRAMMAR_WAIT_S, FIRST_COMPLETED)
+        pending, self._preparing = self._preparing, []
+        for session, future, deadline in pending:
+            if session.finished is not None:
+                continue
+            if not future.done() and self._clock() < deadline:
+                self._preparing.append((session, future, deadline))
+                continue
+            error = future.exception() if future.done() else GrammarRefused("compiling it takes too long")
+            if error is None:
+                self._scheduler.add_waiting(session)
+            else:
+                self._finish(session, "failed", error=str(error), code="grammar_refused")
 
     def _expire(self) -> None:
         for deadlines, field in ((self._deadlines, "deadline_s"), (self._queue_deadlines, "queue_timeout_s")):

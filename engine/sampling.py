@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.grammar import Grammars
+from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import LogitEdits, SlotEdits
 from engine.types import SamplingParams, TokenLogprobs
 from static_graphs.sampler import (
@@ -50,11 +52,12 @@ _PROMPT_LOGPROB_ROWS = 64
 class Sampler:
     """Draws for slots 0 .. max_slots - 1 from logits of `vocab_size` columns on `device`."""
 
-    def __init__(self, vocab_size: int, device: torch.device, max_slots: int) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, max_slots: int, grammars: Grammars | None = None) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._rows = np.zeros(max_slots, _ROW)
         self._edits = LogitEdits(vocab_size, device)
+        self._masks = GrammarMasks(vocab_size, device, grammars)
 
     def open(
         self, slot: int, params: SamplingParams, *, seed: int, prompt: Sequence[int], generated: Sequence[int] = ()
@@ -66,6 +69,8 @@ class Sampler:
         assert not self._rows[slot]["is_open"], f"slot {slot} is open already"
         edits = self.check(params, seed=seed, prompt_length=len(prompt))
         self._edits.open(slot, edits, prompt, generated)
+        if params.grammar is not None:
+            self._masks.open(slot, params.grammar, len(prompt), list(generated))
         self._rows[slot] = (
             params.temperature,
             params.top_p,
@@ -78,8 +83,8 @@ class Sampler:
 
     def check(self, params: SamplingParams, *, seed: int, prompt_length: int) -> SlotEdits:
         """ValueError for what `open` would refuse: a grammar, a seed past 64 bits, an id outside the vocabulary."""
-        if params.grammar is not None:
-            raise ValueError("grammar is not supported: this sampler has no grammar engine")
+        if params.grammar is not None and not self._masks.is_possible:
+            raise ValueError("grammar is not supported: this model has no tokens that could match one")
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed {seed} does not fit into 64 bits")
         return SlotEdits.of(params, prompt_length, self._vocab_size)
@@ -88,6 +93,7 @@ class Sampler:
         """Free a slot; one that is free already stays so."""
         self._rows[slot]["is_open"] = False
         self._edits.close(slot)
+        self._masks.close(slot)
 
     def sample(
         self,
@@ -95,25 +101,28 @@ class Sampler:
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
         draws: NDArray[np.int64],
+        fed: NDArray[np.int64] | None = None,
     ) -> Sampled:
         """Launch one draw for each row; nothing waits for the device.
 
         logits: [R, V], left as they are. slots, positions, draws: i64[R] on the host, read before this returns.
         positions: of the tokens being drawn (a prompt of n tokens draws its first at n). draws: j of a row draws with
         the slot's seed + j, from that slot's penalties; only draw 0 is recorded in them.
+        fed: i64[R], the token that each row ran; needed, and not -1, where a slot has a grammar.
         """
         rows = self._rows[slots]
         assert rows["is_open"].all(), f"slots {slots[~rows['is_open']].tolist()} are not open"
         edited = self._edits.apply(logits, slots, positions)
+        edited, errors = self._masks.apply(edited, slots, positions, fed)
         ids = self._draw(edited, rows, positions, rows["seed"] + draws)
         self._edits.record(ids, slots, draws)
         wanting = np.flatnonzero(rows["logprobs"] >= 0)
         if not wanting.size:
-            return Sampled(ids, [], [], None)
+            return Sampled(ids, [], [], None, errors)
         at = self._upload(wanting)
         k = rows["logprobs"][wanting]
         raw = raw_logprobs(logits if wanting.size == len(rows) else logits[at], ids[at], int(k.max()))
-        return Sampled(ids, wanting.tolist(), k.tolist(), raw)
+        return Sampled(ids, wanting.tolist(), k.tolist(), raw, errors)
 
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprobs]:
         """Raw logprobs of given tokens: logits [R, V], targets i64[R]. Waits for the device."""
@@ -170,6 +179,8 @@ class Sampled:
     """Rows that asked for logprobs, and how many alternatives each wants."""
     _alternatives: list[int]
     _raw: RawLogprobs | None
+    errors: dict[int, str] = field(default_factory=dict)
+    """Rows whose grammar cannot go on, and why: what they drew means nothing."""
     _host_ids: Tensor = field(init=False)
     _host_raw: RawLogprobs | None = field(init=False, default=None)
     _done: torch.cuda.Event | None = field(init=False, default=None)

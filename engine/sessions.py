@@ -58,7 +58,9 @@ class Session:
 
     @property
     def remaining(self) -> int:
-        """Tokens to run before the next draw; 0 when nothing more will be drawn."""
+        """Tokens to run before the next draw; 0 when nothing more will be drawn, or not yet."""
+        if self.num_in_flight and self.request.sampling.grammar is not None:
+            return 0  # what may come next depends on a token that is still on the device
         if self.num_generated >= self.request.max_new_tokens and not self.wants_prompt_only:
             return 0
         return len(self.tokens) + self.num_in_flight - self.num_computed

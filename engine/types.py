@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
-ErrorCode = Literal["step_failed", "deadline_exceeded", "shutting_down", "engine_unavailable"]
+ErrorCode = Literal["step_failed", "deadline_exceeded", "shutting_down", "engine_unavailable", "grammar_refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole answer must match. Data: engine/grammar.py knows what it means."""
+
+    kind: Literal["json", "regex", "choice", "lark"]
+    text: str
+    """A JSON schema, a regular expression, a JSON list of texts, or a grammar as Lark or GBNF writes it."""
+    is_compact: bool = False
+    """json: no whitespace between the parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,8 @@ class SamplingParams:
     """Drawing one ends the choice with finish "stop"; the end-of-text ids are among them unless they are ignored."""
     min_tokens: int = 0
     """No stop token is drawn before this many tokens."""
-    grammar: str | None = None
+    grammar: Grammar | None = None
+    """Beats every ban: one that leaves nothing of what the grammar allows is broken rather than the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +193,8 @@ class EngineInfo:
     tokenizer_dir: str | None
     """Holds tokenizer.json, tokenizer_config.json and, where the model has one, chat_template.jinja."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    has_grammars: bool = False
+    """Whether answers can be held to a grammar: the tokens' bytes are known."""
     created_s: int = 0
     """Unix time of the load, whole seconds."""
 

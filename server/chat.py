@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from server import answers, logprobs, schemas
+from server import answers, logprobs, schemas, structured
 from server.generation import Choice, Generation, News
 from server.schemas import ChatBody
 from server.serving import Serving
@@ -33,6 +33,7 @@ async def create_chat_completion(request: Request, body: ChatBody) -> Response:
     }
 
     async def prepare() -> Generation:
+        await structured.check(body, serving.client)
         return _generation(body, serving, await _encoded(body, serving), request.state.request_hex)
 
     generation = await answers.admit(request, body.n or 1, answer_id, prepare)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from engine.client import EngineClient
 from engine.types import EngineInfo, TokenLogprobs
-from server import answers, logprobs, schemas
+from server import answers, logprobs, schemas, structured
 from server.generation import Choice, Generation, News
 from server.schemas import DEFAULT_MAX_TOKENS, CompletionBody
 from server.serving import Serving
@@ -39,6 +39,7 @@ async def create_completion(request: Request, body: CompletionBody) -> Response:
     prompts: list[Prompt] = []
 
     async def prepare() -> Generation:
+        await structured.check(body, serving.client)
         for prompt in body.prompt:
             prompts.append(await encode(prompt, body, serving.text, serving.client.info))
         policy = answers.Policy.of(serving.settings)

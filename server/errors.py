@@ -258,6 +258,8 @@ def from_engine(
             )
         case engine_errors.RequestTooLarge():
             return request_too_large(str(error))
+        case engine_errors.GrammarRefused():
+            return invalid_value(str(error))
         case engine_errors.QueueFull():
             return queue_full(str(error), retry_after_s, status=overload_status)
         case engine_errors.Draining():
@@ -275,6 +277,8 @@ def from_failure(code: ErrorCode | None) -> ApiError:
             return deadline_exceeded()
         case "shutting_down":
             return draining("the server shut down before the request finished")
+        case "grammar_refused":
+            return invalid_value("the form that the answer must have cannot be compiled for this model")
         case "engine_unavailable":
             return engine_unavailable("the engine stopped before the request finished")
         case _:

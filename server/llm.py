@@ -21,7 +21,7 @@ from engine.client import EngineClient, InProcessClient
 from engine.config import EngineConfig
 from engine.errors import CellserveError
 from engine.types import EngineInfo, TokenLogprobs
-from server import completions, errors, schemas
+from server import completions, errors, schemas, structured
 from server.errors import ApiError
 from server.generation import Choice
 from server.schemas import CompletionBody
@@ -158,6 +158,7 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, raw: schemas.RawPrompt, body: CompletionBody) -> Completion:
+        await structured.check(body, self._client)
         prompt = await completions.encode(raw, body, self._text, self.info)
         generation = completions.generation_of(body, self._client, self._text, [prompt], uuid.uuid4().hex)
         generation.submit()

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from engine.types import EngineInfo, SamplingParams
 from server import errors
 from server.stops import StopStrings
+from server.structured import ResponseFormat, StructuredOutputs, grammar_of
 from server.text import Text
 
 DEFAULT_MAX_TOKENS = 16
@@ -205,6 +206,7 @@ _TOGETHER: list[Any] = [
     _either({"stream_options": _NULL}, {"stream": _TRUE}),
     _either({"prompt_logprobs": _NULL}, {"stream": {"enum": [False, None]}}, {"stream": _NULL}),
     _either({"max_tokens": _NULL}, {"max_completion_tokens": _NULL}),
+    _either({"response_format": _NULL}, {"structured_outputs": _NULL}),
 ]
 _TOGETHER_IN_CHAT: list[Any] = [*_TOGETHER, _either({"top_logprobs": _NULL}, {"logprobs": _TRUE})]
 
@@ -261,6 +263,8 @@ class GenerationBody(BaseModel):
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
     """Seconds from admission to the end of the answer."""
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> GenerationBody:
@@ -276,6 +280,11 @@ class GenerationBody(BaseModel):
             raise errors.invalid_value(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {limit}", "min_tokens"
             )
+        if found := grammar_of(self):
+            # Each could leave nothing of what the grammar allows, or not let it end.
+            for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
+                if getattr(self, name):
+                    raise errors.unsupported_parameter(f"{name} is not possible with {found[1]}", name)
         return self
 
     @property
@@ -387,12 +396,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Fields that other servers know and this one cannot obey -> the values that ask for nothing, beside null.
     **{"suffix": ("",), "prompt_embeds": (), "logprobs_mode": ()},
     **{"use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,)},
-    **{"response_format": ({"type": "text"},), "structured_outputs": ({},), "json_schema": (), "regex": (), "ebnf": ()},
-    **{"grammar": ("",), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": ()},
+    **{"json_schema": (), "regex": (), "ebnf": (), "grammar": ("",)},
+    **{"guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": ()},
     **{"guided_decoding_backend": (), "guided_whitespace_pattern": (), "structural_tag": (), "stop_regex": ([],)},
     **{"logits_processors": ([],), "no_stop_trim": (False,), "repetition_detection": (), "kv_transfer_params": ({},)},
     **{"typical_p": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,), "xtc_probability": (0,)},
     **{"dry_multiplier": (0,), "dynatemp_range": (0,), "vllm_xargs": ({},), "custom_logit_processor": ()},
+}
+
+_SUCCESSORS = {
+    # Fields of older servers, and of others -> where what they ask for is written here.
+    **{f"guided_{form}": f"structured_outputs.{form}" for form in ("json", "regex", "choice", "grammar")},
+    **{"json_schema": "structured_outputs.json", "regex": "structured_outputs.regex"},
+    **{"ebnf": "structured_outputs.grammar", "grammar": "structured_outputs.grammar"},
 }
 
 _NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
@@ -429,7 +445,8 @@ def check_extra_fields(body: GenerationBody, *, is_strict: bool = False) -> dict
                 raise errors.unknown_parameter(name)
             ignored.append(name)
         elif value is not None and value not in known[name]:
-            raise errors.unsupported_parameter(f"{name} is not supported with this value", name)
+            use = f"not a field of this server: use {_SUCCESSORS[name]}" if name in _SUCCESSORS else None
+            raise errors.unsupported_parameter(f"{name} is {use or 'not supported with this value'}", name)
     if not ignored:
         return {}
     # A caller's names go into a header: keep it short and free of anything but visible ASCII.
@@ -523,6 +540,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
         min_tokens=body.min_tokens or 0,
+        grammar=None if (found := grammar_of(body)) is None else found[0],
     )
     _check_drawable(params)
     return params
