@@ -37,7 +37,8 @@ CPU_POOL_BYTES = 4 << 30
 CPU_PREFILL = (512, 256, 64)
 """Tokens of a step without decodes, of a step beside decodes (at least), of one session's turn."""
 CUDA_WIDTHS = (1, 2, 4, *range(8, 257, 8), 512)
-CUDA_PREFILL = (8192, 512, 512)
+CUDA_PREFILL = (8192, 512, 256)
+"""The last two: 256 decodes and one turn of prefill fill the widest captured width and no more."""
 
 
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, EngineInfo]:
