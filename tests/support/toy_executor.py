@@ -8,6 +8,7 @@ from random import Random
 from engine.cell_executor import CellExecutor
 from engine.create import create_executor
 from engine.executor_options import ExecutorOptions
+from engine.grammar import Grammars
 from engine.types import Batch, Chunk, SamplingParams
 from support.toy_decoder import CONTEXT, VOCAB, ToyDecoder
 
@@ -18,10 +19,10 @@ METHODS = {
 }
 
 
-def toy_executor(model: ToyDecoder, **changes: object) -> CellExecutor:
+def toy_executor(model: ToyDecoder, *, grammars: Grammars | None = None, **changes: object) -> CellExecutor:
     """256 pool rows, scratch included, 16 of them backed at first; `changes` name fields of ExecutorOptions."""
     options = {"capacity_cells": 255, "initial_capacity": 15, "max_sessions": 8, "reserves_cells": False}
-    return create_executor(model, ExecutorOptions(**(options | METHODS["dense"] | changes)))
+    return create_executor(model, ExecutorOptions(**(options | METHODS["dense"] | changes)), grammars=grammars)
 
 
 def open_greedy(executor: CellExecutor) -> int:
