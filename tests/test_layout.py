@@ -33,7 +33,7 @@ HOMES = {
     "cuda": ["cache.pool*"],
     "transformers": ["static_graphs.*", "engine.bench"],
     "gguf": ["static_graphs.*"],
-    "redis": ["cache.offload.tiers"],
+    "redis": ["cache.offload.redis_tier"],
     "llguidance": ["engine.grammar"],
     "ray": ["server.ray_app"],
     "prometheus_client": ["server.metrics"],

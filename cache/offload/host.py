@@ -1,0 +1,164 @@
+"""The first tier below the pool: one slab of host memory, pinned where a GPU copies from it, cut into chunk slots.
+
+    absent ──reserve──> filling ──publish──> resident ──evicted for another, or removed──> absent
+                           └──────abandon──────────────────────────────────────────────────┘
+
+Only a resident chunk can be seen, and only a held one read. There is no thread that evicts ahead of need: a chunk that
+finds no free slot takes that of the least recently used leaf nobody holds, and is dropped where there is none. A parent
+stays as long as a child does, and a child without its parent is not taken in. Any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import torch
+
+from cache.geometry import CacheMemoryError, InvalidConfig
+from cache.offload.chunks import Chunk, TokenIds
+from cache.offload.staging import aligned
+from cache.offload.tiers import Resident, Residents, TierStatus
+
+
+class HostSlab:
+    """`capacity_bytes` of host memory for chunks of `chunk_bytes` each."""
+
+    name = "host"
+
+    def __init__(self, chunk_bytes: int, capacity_bytes: int, *, pinned: bool = False) -> None:
+        """Raises InvalidConfig when not one chunk fits, CacheMemoryError when there is no such memory."""
+        self.chunk_bytes = chunk_bytes
+        self._slot_bytes = aligned(chunk_bytes)
+        self.num_slots = capacity_bytes // self._slot_bytes
+        if self.num_slots < 1:
+            raise InvalidConfig(f"{capacity_bytes} bytes of host memory do not hold one chunk of {self._slot_bytes}")
+        try:
+            memory = torch.empty(self.num_slots * self._slot_bytes, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise CacheMemoryError(
+                f"cannot have {self.num_slots * self._slot_bytes} bytes of host memory: {error}"
+            ) from error
+        self._slots = memory.view(self.num_slots, self._slot_bytes)
+        self._lock = threading.Lock()
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._residents = Residents()
+        self._tokens: dict[bytes, TokenIds] = {}  # of resident chunks
+        self._filling: dict[bytes, tuple[int, Resident | None]] = {}  # key -> slot, and the parent it keeps here
+        self.counts: Counter[str] = Counter()
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether it is resident, token for token."""
+        with self._lock:
+            return self._find(chunk) is not None
+
+    def leading(self, chunks: list[Chunk]) -> int:
+        """How many leading chunks are resident. Holds nothing."""
+        with self._lock:
+            for number, chunk in enumerate(chunks):
+                if self._find(chunk) is None:
+                    return number
+            return len(chunks)
+
+    def reserve(self, chunk: Chunk) -> torch.Tensor | None:
+        """Memory [chunk_bytes] u8 to fill, then `publish` or `abandon`.
+
+        None: it is there or being filled already, its parent is neither, or nothing can be evicted.
+        """
+        with self._lock:
+            if chunk.key in self._filling or self._residents.get(chunk.key) is not None:
+                return None
+            parent = self._residents.get(chunk.parent)
+            if chunk.index and parent is None and chunk.parent not in self._filling:
+                self.counts["dropped: no parent"] += 1
+                return None
+            slot = self._take_slot(chunk)
+            if slot is None:
+                self.counts["dropped: no room"] += 1
+                return None
+            self._filling[chunk.key] = slot, parent
+            if parent is not None:
+                parent.holds += 1
+            return self._memory(slot)
+
+    def publish(self, chunk: Chunk, *, holds: int = 0) -> bool:
+        """The chunk's memory is filled and verified: it is resident, and held `holds` times.
+
+        False: its parent was being filled too and was lost, so it is absent.
+        """
+        with self._lock:
+            slot = self._end_filling(chunk)
+            if chunk.index and self._residents.get(chunk.parent) is None:
+                self._free.append(slot)
+                self.counts["dropped: no parent"] += 1
+                return False
+            self._residents.add(Resident(chunk.key, chunk.parent, slot, holds))
+            self._tokens[chunk.key] = chunk.tokens
+            return True
+
+    def abandon(self, chunk: Chunk) -> None:
+        """It could not be filled: it is absent, its slot free."""
+        with self._lock:
+            self._free.append(self._end_filling(chunk))
+
+    def hold(self, chunk: Chunk) -> torch.Tensor | None:
+        """The bytes [chunk_bytes] u8 of a resident chunk, not evicted until `release`. None: it is not resident."""
+        with self._lock:
+            entry = self._find(chunk)
+            if entry is None:
+                return None
+            entry.holds += 1
+            self._residents.touch(entry)
+            return self._memory(entry.slot)
+
+    def release(self, chunk: Chunk) -> None:
+        """The reverse of one `hold`."""
+        with self._lock:
+            entry = self._residents.get(chunk.key)
+            assert entry is not None, "a chunk was released that was not held"
+            assert entry.holds > 0, "a chunk was released more often than held"
+            entry.holds -= 1
+
+    @property
+    def holds(self) -> int:
+        """Of all chunks together; 0 when nothing is going on."""
+        with self._lock:
+            return self._residents.total_holds
+
+    def status(self) -> TierStatus:
+        with self._lock:
+            used = (len(self._residents) + len(self._filling)) * self._slot_bytes
+            return TierStatus(self.name, self.num_slots * self._slot_bytes, used, len(self._residents))
+
+    # -- Under the lock
+
+    def _find(self, chunk: Chunk) -> Resident | None:
+        entry = self._residents.get(chunk.key)
+        if entry is not None and not (self._tokens[chunk.key] == chunk.tokens).all():
+            self.counts["tokens"] += 1  # two texts with one key: a miss, never the other's K/V
+            return None
+        return entry
+
+    def _take_slot(self, chunk: Chunk) -> int | None:
+        if self._free:
+            return self._free.pop()
+        evicted = self._residents.pop_oldest_leaf(keep=chunk.parent)
+        if evicted is None:
+            return None
+        del self._tokens[evicted.key]
+        self.counts["evicted"] += 1
+        return evicted.slot
+
+    def _end_filling(self, chunk: Chunk) -> int:
+        slot, parent = self._filling.pop(chunk.key)
+        if parent is not None:
+            parent.holds -= 1
+        return slot
+
+    def _memory(self, slot: int) -> torch.Tensor:
+        return self._slots[slot, : self.chunk_bytes]
+
+
+def bytes_view(memory: torch.Tensor) -> memoryview:
+    """Host memory [n] u8 as a writable buffer; the same memory."""
+    return memory.numpy().data

@@ -1,0 +1,268 @@
+"""The tiers together: chunks go down behind a request, and come up while the next one queues.
+
+    pool ──reserve, publish──> host slab ──write-back──> disk, Redis        one writer thread
+    pool <──hold, release────  host slab <──prefetch───  disk, Redis        a few loader threads
+
+The engine thread calls `reserve`, `publish`, `prefetch` and reads what has arrived; none of these waits for a tier.
+Whatever goes wrong below (missing, short, another chunk's bytes, a wrong checksum, slow, gone, full) makes a prefix
+shorter and is counted; no error leaves this file and no byte that was not verified becomes resident.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from cache.offload.chunks import Chunk
+from cache.offload.host import HostSlab, bytes_view
+from cache.offload.tiers import Guarded, Tier, TierStatus
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], None]
+
+
+class Prefetch:
+    """The chunks of one waiting request on their way into host memory, in order.
+
+    Made by `Store.prefetch`, closed by its owner: exactly once, in one place. Any thread may read.
+    """
+
+    def __init__(self, store: Store, chunks: Sequence[Chunk], until: float) -> None:
+        self.chunks = tuple(chunks)
+        self._store = store
+        self._until = until
+        self._lock = threading.Lock()
+        self._arrived = 0  # leading chunks that are resident and held for us
+        self._is_closed = False
+        self._is_done = threading.Event()
+
+    @property
+    def arrived(self) -> int:
+        """Leading chunks that may be loaded into the pool now; only grows until `close`."""
+        return self._arrived
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing more will arrive."""
+        return self._is_done.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is done. For threads that may wait; the engine thread reads `is_done`."""
+        return self._is_done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Let the chunks go; what is still under way lands in host memory for the next one. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        for chunk in self.chunks[: self._arrived]:
+            self._store.host.release(chunk)
+
+    # -- On a loader thread
+
+    def run(self) -> None:
+        try:
+            for chunk in self.chunks:
+                if self._is_closed or self._store.clock() >= self._until or not self._store.bring(chunk, self._until):
+                    break
+                if not self._take(chunk):
+                    break
+        finally:
+            self._is_done.set()
+
+    def _take(self, chunk: Chunk) -> bool:
+        """Count a chunk that is held for us; let it go again when nobody wants it any more."""
+        with self._lock:
+            if not self._is_closed:
+                self._arrived += 1
+                return True
+        self._store.host.release(chunk)
+        return False
+
+
+class Store:
+    """One namespace's chunks in host memory and below."""
+
+    def __init__(
+        self,
+        host: HostSlab,
+        tiers: Sequence[Tier] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        num_loaders: int = 2,
+        max_write_backs: int = 64,
+        slow_s: float = 1.0,
+    ) -> None:
+        """tiers: nearest first; each gets a copy of everything. max_write_backs: chunks waiting to be copied down."""
+        self.host = host
+        self.clock = clock
+        self.tiers = [Guarded(tier, clock, slow_s=slow_s) for tier in tiers]
+        self.counts: Counter[str] = Counter()
+        self._max_write_backs = max_write_backs
+        self._lock = threading.Lock()  # guards the three below
+        self._fills: dict[bytes, threading.Event] = {}  # chunks that a loader is bringing up
+        self._write_backs = 0
+        self._is_closed = False
+        self._idle = threading.Condition(self._lock)
+        self._loads: SimpleQueue[Job | None] = SimpleQueue()
+        self._stores: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads = [_started(self._loads, f"cellserve-kv-load-{index}") for index in range(num_loaders)]
+        self._threads.append(_started(self._stores, "cellserve-kv-store"))
+
+    # -- Down
+
+    def reserve(self, chunk: Chunk) -> torch.Tensor | None:
+        """Host memory for a chunk that the pool has, then `publish` or `abandon`.
+
+        None: it is there already, or cannot be kept.
+        """
+        with self._lock:
+            if self._is_closed:
+                return None
+        return self.host.reserve(chunk)
+
+    def publish(self, chunk: Chunk) -> None:
+        """The chunk's bytes are all there: it may be used, and is copied to the tiers when their turn comes."""
+        with self._lock:
+            write_back = bool(self.tiers) and not self._is_closed
+            if write_back and self._write_backs >= self._max_write_backs:
+                self.counts["write-back dropped"] += 1
+                write_back = False
+            self._write_backs += write_back
+        if not self.host.publish(chunk, holds=int(write_back)):
+            if write_back:
+                self._end_write_back()
+        elif write_back:
+            self._stores.put(lambda: self._write_back(chunk))
+
+    def abandon(self, chunk: Chunk) -> None:
+        """The copy failed: as if never reserved."""
+        self.host.abandon(chunk)
+
+    # -- Up
+
+    def prefetch(self, chunks: Sequence[Chunk], *, deadline_s: float) -> Prefetch:
+        """Begin to bring up as many leading chunks as there are, until the deadline. Returns at once."""
+        job = Prefetch(self, chunks, self.clock() + deadline_s)
+        self._loads.put(job.run)
+        return job
+
+    def bring(self, chunk: Chunk, until: float) -> bool:
+        """Make the chunk resident and hold it. For loader threads: blocks for as long as a tier does.
+
+        Two that want one chunk load it once: the second waits for the first (I4), until its own deadline.
+        """
+        while True:
+            if self.host.hold(chunk) is not None:
+                return True
+            with self._lock:
+                filling = self._fills.get(chunk.key)
+                if filling is None:
+                    self._fills[chunk.key] = threading.Event()
+                    break
+            if not filling.wait(max(0.0, until - self.clock())):
+                self.counts["deadline"] += 1
+                return False
+        try:
+            return self._fill(chunk)
+        finally:
+            with self._lock:
+                self._fills.pop(chunk.key).set()
+
+    # -- What is there
+
+    def leading(self, chunks: Sequence[Chunk]) -> int:
+        """How many leading chunks are in host memory; asks no tier."""
+        return self.host.leading(list(chunks))
+
+    def status(self) -> dict[str, tuple[TierStatus, str, dict[str, int]]]:
+        """By tier: its snapshot, its breaker's state, what was counted."""
+        found = {self.host.name: (self.host.status(), "closed", dict(self.host.counts))}
+        for guarded in self.tiers:
+            found[guarded.tier.name] = (guarded.tier.status(), guarded.breaker.state, dict(guarded.counts))
+        return found
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything published is copied down, or for so long; -> whether it is."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._write_backs, timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Take in nothing more, copy down what there is time for, stop the threads. Idempotent.
+
+        A thread that a tier does not let go is left behind; it is a daemon.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        give_up = time.monotonic() + timeout_s
+        self.flush(timeout_s)
+        self._stores.put(None)
+        for _ in self._threads[:-1]:
+            self._loads.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            for guarded in self.tiers:
+                guarded.tier.close()
+
+    # -- On a loader thread
+
+    def _fill(self, chunk: Chunk) -> bool:
+        if self.host.hold(chunk) is not None:  # it came while we looked
+            return True
+        holders = [guarded for guarded in self.tiers if guarded.known([chunk])]
+        if not holders:
+            return False
+        memory = self.host.reserve(chunk)
+        if memory is None:
+            return False
+        is_filled = False
+        try:
+            is_filled = any(guarded.load(chunk, bytes_view(memory)) for guarded in holders)
+        finally:
+            if not is_filled:
+                self.host.abandon(chunk)
+        return is_filled and self.host.publish(chunk, holds=1)
+
+    # -- On the writer thread
+
+    def _write_back(self, chunk: Chunk) -> None:
+        try:
+            memory = self.host.hold(chunk)
+            assert memory is not None, "a chunk waiting to be copied down is held"
+            for guarded in self.tiers:
+                guarded.store(chunk, bytes_view(memory))
+            self.host.release(chunk)
+        finally:
+            self.host.release(chunk)
+            self._end_write_back()
+
+    def _end_write_back(self) -> None:
+        with self._idle:
+            self._write_backs -= 1
+            if not self._write_backs:
+                self._idle.notify_all()
+
+
+def _started(jobs: SimpleQueue[Job | None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _work(jobs: SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        try:
+            job()
+        except Exception:  # a fault of ours, not of a tier: this chunk is lost, the thread goes on
+            logger.exception("a K/V transfer between tiers failed")

@@ -1,0 +1,260 @@
+"""What tiers below the pool have in common: their interface, their faults, a breaker, and who is evicted first.
+
+Knows no storage. A tier may lose anything at any time; what it may not do is return wrong bytes or keep anybody waiting
+past its own deadlines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Literal, Protocol, TypeVar
+
+from cache.geometry import CacheError
+from cache.offload.chunks import Chunk
+from cache.offload.records import BadRecord
+
+Answer = TypeVar("Answer")
+
+
+class TierFault(CacheError):
+    """The tier itself failed: gone, broken or too slow. Says nothing about the chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """A snapshot of one tier; bytes where not said otherwise."""
+
+    name: str
+    capacity_bytes: int | None
+    """None: somebody else decides."""
+    used_bytes: int | None
+    objects: int | None
+
+
+class Tier(Protocol):
+    """Storage below host memory. `load` from any I/O thread, several at once; `store` from one thread."""
+
+    name: str
+
+    def known(self, chunks: Sequence[Chunk]) -> int:
+        """How many leading chunks it seems to have. No promise. Raises TierFault."""
+
+    def load(self, chunk: Chunk, into: memoryview) -> None:
+        """Read the chunk's payload into host memory and verify it.
+
+        Raises BadRecord, after which the tier has forgotten the chunk, or TierFault. `into` holds garbage then.
+        """
+
+    def store(self, chunk: Chunk, payload: memoryview) -> bool:
+        """Keep a copy. False: there is no room, or no parent for it. Raises TierFault."""
+
+    def status(self) -> TierStatus:
+        """Cheap: asks nobody."""
+
+    def close(self) -> None:
+        """Nothing may be under way."""
+
+
+# --- the breaker ------------------------------------------------------------------------------------------------------
+
+
+class Breaker:
+    """Stops asking a tier that fails: after 3 faults in a row for 5 s, then for twice as long each time, up to 300 s.
+
+    When the time is up one call is let through as a probe; it decides. Any thread.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], *, failures: int = 3, first_s: float = 5.0, longest_s: float = 300.0
+    ) -> None:
+        self._clock = clock
+        self._failures = failures
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+        self._pause_s = 0.0  # 0: closed
+        self._closed_until = 0.0  # when the next probe may go
+        self._is_probing = False
+
+    @property
+    def state(self) -> Literal["closed", "open", "half-open"]:
+        with self._lock:
+            if not self._pause_s:
+                return "closed"
+            return "half-open" if self._is_probing or self._clock() >= self._closed_until else "open"
+
+    def allows(self) -> bool:
+        """Whether to call now. True must be followed by `succeeded` or `failed`."""
+        with self._lock:
+            if not self._pause_s:
+                return True
+            if self._is_probing or self._clock() < self._closed_until:
+                return False
+            self._is_probing = True
+            return True
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._in_a_row = 0
+            self._pause_s = 0.0
+            self._is_probing = False
+
+    def failed(self) -> None:
+        with self._lock:
+            self._in_a_row += 1
+            if self._is_probing or (not self._pause_s and self._in_a_row >= self._failures):
+                self._pause_s = min(2 * self._pause_s or self._first_s, self._longest_s)
+                self._closed_until = self._clock() + self._pause_s
+            self._is_probing = False
+
+
+class Guarded:
+    """A tier behind its breaker: faults are counted and end here, slow answers count as faults. Any thread."""
+
+    def __init__(self, tier: Tier, clock: Callable[[], float], *, slow_s: float = 1.0) -> None:
+        """slow_s: a call that takes longer is a fault of the tier, though its answer is used."""
+        self.tier = tier
+        self.breaker = Breaker(clock)
+        self.counts: Counter[str] = Counter()
+        self._clock = clock
+        self._slow_s = slow_s
+
+    def known(self, chunks: Sequence[Chunk]) -> int:
+        """0 while the breaker is open, or on a fault."""
+        found = self._call(lambda: self.tier.known(chunks))
+        return found if found is not None else 0
+
+    def load(self, chunk: Chunk, into: memoryview) -> bool:
+        """Whether `into` holds the verified payload."""
+        return self._call(lambda: self._load(chunk, into)) is True
+
+    def store(self, chunk: Chunk, payload: memoryview) -> bool:
+        """Whether a copy is kept."""
+        kept = self._call(lambda: self.tier.store(chunk, payload))
+        if kept is not None:
+            self.counts["stored" if kept else "no room"] += 1
+        return kept is True
+
+    def _load(self, chunk: Chunk, into: memoryview) -> bool:
+        try:
+            self.tier.load(chunk, into)
+        except BadRecord as error:  # an answer, so no fault of the tier
+            self.counts[error.reason] += 1
+            return False
+        self.counts["loaded"] += 1
+        return True
+
+    def _call(self, call: Callable[[], Answer]) -> Answer | None:
+        if not self.breaker.allows():
+            self.counts["breaker open"] += 1
+            return None
+        started = self._clock()
+        try:
+            answer = call()
+        except TierFault:
+            self.counts["fault"] += 1
+            self.breaker.failed()
+            return None
+        if self._clock() - started > self._slow_s:
+            self.counts["slow"] += 1
+            self.breaker.failed()
+        else:
+            self.breaker.succeeded()
+        return answer
+
+
+# --- who goes first ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Resident:
+    """A chunk that a tier has, in one of its slots."""
+
+    key: bytes
+    parent: bytes
+    slot: int
+    holds: int = 0
+    """Users that forbid eviction."""
+    last_used: int = 0
+
+
+class Residents:
+    """A tier's chunks by key, and which one to evict: a leaf, the least recently used. Not locked.
+
+    A chunk is of use only behind its parent, so parents outlive their children: what has children here is no leaf.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, Resident] = {}
+        self._num_children: Counter[bytes] = Counter()  # parent's key -> children here, whether or not it is here
+        self._leaves: list[tuple[int, bytes]] = []  # heap of (last used, key); stale entries are skipped
+        self._now = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entries(self) -> list[Resident]:
+        return list(self._entries.values())
+
+    @property
+    def total_holds(self) -> int:
+        return sum(entry.holds for entry in self._entries.values())
+
+    def get(self, key: bytes) -> Resident | None:
+        return self._entries.get(key)
+
+    def add(self, entry: Resident) -> None:
+        assert entry.key not in self._entries
+        self._entries[entry.key] = entry
+        self._num_children[entry.parent] += 1
+        self.touch(entry)
+
+    def touch(self, entry: Resident) -> None:
+        """It was used just now."""
+        self._now += 1
+        entry.last_used = self._now
+        self._offer(entry)
+
+    def remove(self, entry: Resident) -> None:
+        del self._entries[entry.key]
+        self._num_children[entry.parent] -= 1
+        if not self._num_children[entry.parent]:
+            del self._num_children[entry.parent]
+            parent = self._entries.get(entry.parent)
+            if parent is not None:
+                self._offer(parent)
+
+    def pop_oldest_leaf(self, *, keep: bytes) -> Resident | None:
+        """Take out the least recently used leaf that nobody holds, but not `keep`. None: there is none."""
+        passed_over: list[tuple[int, bytes]] = []
+        found = None
+        while self._leaves:
+            last_used, key = heappop(self._leaves)
+            entry = self._entries.get(key)
+            if entry is None or entry.last_used != last_used or key in self._num_children:
+                continue
+            if entry.holds or key == keep:
+                passed_over.append((last_used, key))
+                continue
+            found = entry
+            break
+        for item in passed_over:
+            heappush(self._leaves, item)
+        if found is not None:
+            self.remove(found)
+        return found
+
+    def _offer(self, entry: Resident) -> None:
+        if entry.key in self._num_children:
+            return
+        heappush(self._leaves, (entry.last_used, entry.key))
+        if len(self._leaves) > 2 * len(self._entries) + 64:
+            self._leaves = [
+                (other.last_used, key) for key, other in self._entries.items() if key not in self._num_children
+            ]
+            heapify(self._leaves)

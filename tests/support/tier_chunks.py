@@ -1,0 +1,91 @@
+"""Small chunks with payloads one can tell apart, and a tier that fails on demand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache.offload.chunks import Chunk, Namespace, chunks_of
+from cache.offload.records import BadRecord, Layout
+from cache.offload.tiers import TierFault, TierStatus
+
+CHUNK_TOKENS = 16
+PAYLOAD_BYTES = 512
+SPACE = Namespace(weights="sha-1", dtype="float32", geometry="1x4+4/all:0", rope="default")
+LAYOUT = Layout(SPACE.digest, CHUNK_TOKENS, PAYLOAD_BYTES)
+
+
+def path(name: int, length: int) -> list[Chunk]:
+    """A path of `length` chunks; other names share none of them."""
+    tokens = np.arange(length * CHUNK_TOKENS) + 1000 * name
+    return chunks_of(SPACE, tokens, CHUNK_TOKENS)
+
+
+def payload(chunk: Chunk) -> bytes:
+    """The bytes that belong to the chunk, as its key decides."""
+    return np.random.default_rng(list(chunk.key)).bytes(PAYLOAD_BYTES)
+
+
+class FakeTier:
+    """A dict of payloads. Scriptable: `fault`, `corrupt`, `is_full`, and `hold` lets loads wait for `release`."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.records: dict[bytes, bytes] = {}
+        self.loads: list[bytes] = []
+        self.fault: str | None = None
+        self.is_full = False
+        self.is_closed = False
+        self._corrupt: set[bytes] = set()
+        self._gate = threading.Event()
+        self._gate.set()
+        self.waiting = threading.Semaphore(0)
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        self.records.update((chunk.key, payload(chunk)) for chunk in chunks)
+
+    def corrupt(self, chunk: Chunk) -> None:
+        self._corrupt.add(chunk.key)
+
+    def hold(self) -> None:
+        self._gate.clear()
+
+    def release(self) -> None:
+        self._gate.set()
+
+    def known(self, chunks: Sequence[Chunk]) -> int:
+        self._check()
+        return next((number for number, chunk in enumerate(chunks) if chunk.key not in self.records), len(chunks))
+
+    def load(self, chunk: Chunk, into: memoryview) -> None:
+        self.loads.append(chunk.key)
+        self.waiting.release()
+        self._gate.wait()
+        self._check()
+        if chunk.key not in self.records:
+            raise BadRecord("missing")
+        into[:] = self.records[chunk.key]
+        if chunk.key in self._corrupt:
+            into[0] ^= 1
+            del self.records[chunk.key]
+            raise BadRecord("checksum")
+
+    def store(self, chunk: Chunk, payload: memoryview) -> bool:
+        self._gate.wait()
+        self._check()
+        if not self.is_full:
+            self.records[chunk.key] = bytes(payload)
+        return not self.is_full
+
+    def status(self) -> TierStatus:
+        return TierStatus(self.name, None, None, len(self.records))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _check(self) -> None:
+        if self.fault is not None:
+            raise TierFault(self.fault)

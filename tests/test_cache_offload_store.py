@@ -1,0 +1,207 @@
+"""The tiers together: faults shorten a prefix and nothing else, one load a chunk, holds end at zero."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cache.offload.chunks import Chunk
+from cache.offload.host import HostSlab, bytes_view
+from cache.offload.store import Prefetch, Store
+from cache.offload.tiers import Tier
+from support.tier_chunks import PAYLOAD_BYTES, FakeTier, path, payload
+
+WAIT_S = 10
+MakeStore = Callable[..., Store]
+
+
+@pytest.fixture
+def make_store() -> Iterator[MakeStore]:
+    made: list[Store] = []
+
+    def make(*tiers: Tier, slots: int = 16, **options: int) -> Store:
+        made.append(Store(HostSlab(PAYLOAD_BYTES, slots * PAYLOAD_BYTES), tiers, **options))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+        assert store.host.holds == 0, "holds outlived their owners"
+
+
+def put(store: Store, chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        memory = store.reserve(chunk)
+        assert memory is not None
+        bytes_view(memory)[:] = payload(chunk)
+        store.publish(chunk)
+
+
+def arrived(store: Store, chunks: list[Chunk], deadline_s: float = WAIT_S) -> int:
+    """How many leading chunks a prefetch brings; checks the bytes of each."""
+    job = store.prefetch(chunks, deadline_s=deadline_s)
+    assert job.wait(WAIT_S)
+    count = job.arrived
+    for chunk in chunks[:count]:
+        held = store.host.hold(chunk)
+        assert held is not None
+        assert bytes(bytes_view(held)) == payload(chunk)
+        store.host.release(chunk)
+    job.close()
+    return count
+
+
+def test_what_is_published_is_copied_down_and_comes_up_again(make_store: MakeStore) -> None:
+    tier, chunks = FakeTier(), path(1, 4)
+    store = make_store(tier, slots=4)
+    put(store, chunks)
+    assert store.flush(WAIT_S)
+    assert set(tier.records) == {chunk.key for chunk in chunks}
+    assert (store.leading(chunks), arrived(store, chunks), tier.loads) == (4, 4, [])
+    put(store, path(2, 4))
+    assert store.flush(WAIT_S)
+    assert store.leading(chunks) == 0
+    assert (arrived(store, chunks), tier.loads) == (4, [chunk.key for chunk in chunks])
+
+
+def test_without_tiers_host_memory_alone_serves(make_store: MakeStore) -> None:
+    store, chunks = make_store(), path(1, 3)
+    put(store, chunks[:2])
+    assert arrived(store, chunks) == 2
+
+
+@pytest.mark.parametrize("fault", ["missing", "corrupt", "gone", "orphan"])
+def test_a_fault_ends_the_prefix_where_it_is(make_store: MakeStore, fault: str) -> None:
+    tier, chunks = FakeTier(), path(1, 5)
+    tier.add(chunks)
+    store = make_store(tier)
+    if fault == "missing":
+        del tier.records[chunks[2].key]
+    elif fault == "corrupt":
+        tier.corrupt(chunks[2])
+    elif fault == "orphan":
+        chunks = chunks[:2] + path(2, 5)[2:]
+        tier.add(chunks)
+    else:
+        assert arrived(store, chunks[:2]) == 2
+        tier.fault = "gone"
+    assert arrived(store, chunks) == 2
+    assert not store.host.has(chunks[2])
+
+
+def test_the_next_tier_is_asked_when_the_nearest_has_decayed(make_store: MakeStore) -> None:
+    near, far, chunks = FakeTier(), FakeTier(), path(1, 3)
+    near.add(chunks)
+    far.add(chunks)
+    near.corrupt(chunks[1])
+    assert arrived(make_store(near, far), chunks) == 3
+    assert far.loads == [chunks[1].key]
+
+
+def test_two_that_want_the_same_chunks_load_each_once(make_store: MakeStore) -> None:
+    tier, chunks = FakeTier(), path(1, 3)
+    tier.add(chunks)
+    tier.hold()
+    store = make_store(tier, num_loaders=4)
+    jobs = [store.prefetch(chunks, deadline_s=WAIT_S) for _ in range(20)]
+    assert tier.waiting.acquire(timeout=WAIT_S)
+    tier.release()
+    assert all(job.wait(WAIT_S) for job in jobs)
+    assert [job.arrived for job in jobs] == [3] * 20
+    assert tier.loads == [chunk.key for chunk in chunks]
+    assert store.host.holds == 60
+    for job in jobs:
+        job.close()
+
+
+def test_a_tier_that_hangs_keeps_nobody_waiting_and_late_bytes_serve_the_next(make_store: MakeStore) -> None:
+    tier, chunks = FakeTier(), path(1, 2)
+    tier.add(chunks)
+    tier.hold()
+    store = make_store(tier)
+    job = store.prefetch(chunks, deadline_s=WAIT_S)
+    assert tier.waiting.acquire(timeout=WAIT_S)
+    assert (job.arrived, job.is_done) == (0, False)
+    job.close()
+    job.close()
+    tier.release()
+    assert job.wait(WAIT_S)
+    assert (store.leading(chunks), store.host.holds) == (1, 0)
+
+
+def test_nothing_is_fetched_past_the_deadline(make_store: MakeStore) -> None:
+    tier, chunks = FakeTier(), path(1, 2)
+    tier.add(chunks)
+    assert arrived(make_store(tier), chunks, deadline_s=0) == 0
+    assert tier.loads == []
+
+
+def test_a_second_reader_waits_for_the_first_no_longer_than_its_own_deadline(make_store: MakeStore) -> None:
+    tier, chunks = FakeTier(), path(1, 1)
+    tier.add(chunks)
+    tier.hold()
+    store = make_store(tier)
+    first = store.prefetch(chunks, deadline_s=WAIT_S)
+    assert tier.waiting.acquire(timeout=WAIT_S)
+    assert arrived(store, chunks, deadline_s=0.01) == 0
+    tier.release()
+    assert first.wait(WAIT_S)
+    assert first.arrived == 1
+    first.close()
+
+
+def test_a_full_tier_or_a_long_queue_drops_copies_and_never_blocks(make_store: MakeStore) -> None:
+    tier, chunks = FakeTier(), path(1, 4)
+    tier.is_full = True
+    tier.hold()
+    store = make_store(tier, max_write_backs=2)
+    put(store, chunks)
+    assert store.counts == {"write-back dropped": 2}
+    tier.release()
+    assert store.flush(WAIT_S)
+    assert store.status()["fake"][2] == {"no room": 2}
+    assert (store.leading(chunks), tier.records) == (4, {})
+
+
+def test_a_closed_store_takes_nothing_in_and_has_copied_down_what_it_had(make_store: MakeStore) -> None:
+    tier, chunks = FakeTier(), path(1, 3)
+    store = make_store(tier)
+    put(store, chunks[:2])
+    store.close()
+    assert (len(tier.records), tier.is_closed, store.reserve(chunks[2])) == (2, True, None)
+
+
+def test_random_traffic_over_faulty_tiers_never_yields_wrong_bytes(make_store: MakeStore) -> None:
+    """Stores, prefetches, cancels and faults in too little memory: what arrives is right, holds end at zero."""
+    rng, tier = random.Random(0), FakeTier()
+    store = make_store(tier, slots=6, num_loaders=3)
+    open_jobs: list[Prefetch] = []
+    hits = 0
+    for _ in range(400):
+        chunks = path(rng.randrange(5), rng.randrange(1, 6))
+        action = rng.random()
+        if action < 0.4:
+            for chunk in chunks:
+                memory = store.reserve(chunk)
+                if memory is not None and rng.random() < 0.1:
+                    store.abandon(chunk)
+                elif memory is not None:
+                    bytes_view(memory)[:] = payload(chunk)
+                    store.publish(chunk)
+        elif action < 0.5:
+            tier.corrupt(rng.choice(chunks))
+        elif action < 0.55:
+            tier.fault = None if tier.fault else "gone"
+        elif action < 0.75:
+            open_jobs.append(store.prefetch(chunks, deadline_s=WAIT_S))
+        elif open_jobs:
+            open_jobs.pop(rng.randrange(len(open_jobs))).close()
+        else:
+            hits += arrived(store, chunks)
+    for job in open_jobs:
+        job.close()
+        assert job.wait(WAIT_S)
+    assert store.flush(WAIT_S)
+    assert hits > 0
