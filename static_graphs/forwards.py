@@ -67,7 +67,7 @@ class Forwards:
 
         tokens, positions: [length] i64 of the slice's real tokens; step: prepared for step_slice.width rows.
         selected: [R] i64 rows of the slice, any order, repeats allowed; None when no logits are wanted: the head then
-        does not run at all. -> logits [R, V].
+        does not run at all. -> logits [R, V]. Raises ValueError when the model's are of another shape.
         """
         hidden = self._body(step_slice, tokens, positions, step)
         self._calls[step_slice.method] += 1
@@ -75,9 +75,14 @@ class Forwards:
         if selected is None:
             return None
         rows = len(selected)
-        if not self.methods[step_slice.method].is_static and rows < self._min_selected_rows:
+        method = self.methods[step_slice.method]
+        if not method.is_static and rows < self._min_selected_rows:
             selected = torch.cat((selected, selected[-1:].expand(self._min_selected_rows - rows)))
-        return self.model.logits(hidden.index_select(0, selected))[:rows]
+        logits = self.model.logits(hidden.index_select(0, selected))
+        expected = (len(selected), self.vocab_size)
+        if logits.shape != expected:  # ids drawn from it would be of other rows, or of no token (EXE-15)
+            raise ValueError(f"{method.name} gave logits {list(logits.shape)}: {list(expected)} were expected")
+        return logits[:rows]
 
     def taps(self, width: int) -> torch.Tensor | None:
         """[width, k * hidden] of the last forward, padding rows included; overwritten by the next one."""

@@ -27,7 +27,7 @@ def seen(cells: list[list[int]], rows: list[tuple[int, int]], num_cells: int, re
 
 
 def test_two_new_sequences_in_one_step_see_only_themselves() -> None:
-    """CELL-29.1"""
+    """CELL-27, CELL-29.1"""
     rows = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     assert seen([[0, 1, 2], [3, 4]], rows, 5) == ["1....", "11...", "111..", "...1.", "...11"]
 
@@ -55,6 +55,7 @@ def test_a_fork_sees_the_shared_cells_and_its_own() -> None:
 
 
 def test_every_row_is_stored_before_any_row_reads_and_padding_lands_in_scratch() -> None:
+    """CELL-27, SEQ-5, PAD-2."""
     pool = plain_pool(4, kv_heads=1, k_dim=4, v_dim=3)
     before = pool.keys[0].clone()
     step = build_step(pool, [[2, 0]], [(0, 0), (0, 1)], width=4)
@@ -100,7 +101,7 @@ EXTRAS = [{}, {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}
 
 @pytest.mark.parametrize("seed", range(24))
 def test_the_cpu_path_equals_the_mask_in_any_mix_of_rows(seed: int) -> None:
-    """CELL-26: decodes, chunks, forks, windows, padding; K and V of different widths; head groups; caps and sinks."""
+    """CELL-26, REF-1..3: decodes, chunks, forks, windows, padding, unlike K and V, head groups, caps, sinks."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     kv_heads, group = rng.choice([(1, 1), (2, 3), (3, 1)])
     k_dim, v_dim = rng.choice([(16, 16), (24, 8)])
@@ -145,7 +146,7 @@ def test_other_dtypes_and_a_pool_narrower_than_the_query_are_served(
 @pytest.mark.parametrize("path", [reference, cpu_runs], ids=["reference", "cpu_runs"])
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
 def test_nan_in_cells_nobody_reads_never_leaks(path: Any, extras: dict[str, float]) -> None:
-    """Freed cells keep their bytes: whatever lies there, and in the scratch row, must not reach a row."""
+    """PAD-4, PAD-5: freed cells keep their bytes: whatever lies there, and in the scratch row, must not reach a row."""
     pool = plain_pool(200, kv_heads=2, k_dim=8)
     cells = [list(range(10, 70)), [90, 100, 95], list(range(120, 160)), [5]]
     rows = [(1, 2), (3, 0), *((0, p) for p in range(30, 60)), (2, 39)]

@@ -100,6 +100,7 @@ def lists_of(step: CellStep, seq: int, length: int) -> list[int]:
 
 
 def test_x_1_padding_writes_the_scratch_row_and_reads_what_the_last_real_row_reads():
+    """CELL-23: what a step says."""
     bench = Bench(2)
     step = bench.run([0, 0, 0], width=8)
     assert step.write_rows.tolist() == [3, 4, 5, 0, 0, 0, 0, 0]
@@ -135,12 +136,55 @@ def test_x_1_a_padded_step_leaves_a_neighbours_bytes_alone():
 
 
 def test_x_2_filling_the_pool_never_hands_out_the_scratch_row():
+    """PAD-1: the scratch row is row 0 and never moves, where the rule has the last one; the design wins (D4)."""
     bench = Bench(0, 0)
     rows = [row for turn in range(4) for row in bench.run([turn % 2] * 4).write_rows.tolist()]
     assert rows == list(range(1, 17))
     with pytest.raises(CacheFull):
         bench.cache.declare_step([0])
     assert bench.pool.rows == 17
+
+
+def test_pad_1_the_scratch_row_stays_row_0_through_growth_and_no_list_names_it():
+    """The rule's scratch row is the last one and moves; the design's is row 0 and does not (D4)."""
+    bench = Bench(0, 0)
+    for _ in range(4):
+        step = bench.run([0, 1], width=8)
+        assert step.write_rows[2:].tolist() == [0] * 6
+        assert 0 not in lists_of(step, 0, bench.cache.pos(0)) + lists_of(step, 1, bench.cache.pos(1))
+    assert bench.pool.growth_count > 0
+
+
+def test_pad_2_padding_claims_no_cell_and_no_position():
+    bench = Bench(3, 1)
+    bench.run([1], width=8)
+    assert (bench.cache.free_cells, bench.cache.pos(0), bench.cache.pos(1)) == (16 - 5, 3, 2)
+
+
+@pytest.mark.parametrize("narrow", range(1, 8))
+def test_pad_3_every_entry_is_rewritten_whatever_the_step_before_left(narrow):
+    bench = Bench(0, 0)
+    bench.run([0] * 8, width=8)
+    step = bench.run([1] * narrow, width=8)
+    assert step.write_rows.tolist() == [9 + row for row in range(narrow)] + [0] * (8 - narrow)
+    assert step.table_row.tolist() == [1] * 8
+
+
+def test_pad_4_a_padding_row_reads_what_the_last_real_row_reads_and_never_nothing():
+    bench = Bench(5, 2)
+    step = bench.run([0, 1], width=6)
+    for run in step.runs.values():
+        assert run.start[2:].tolist() == [int(run.start[1])] * 4
+        assert run.count[2:].tolist() == [int(run.count[1])] * 4
+        assert int(run.count.min()) > 0
+    assert step.table_row[2:].tolist() == [1] * 4
+
+
+def test_pad_5_a_step_reads_below_read_len_only_whatever_lies_behind_it():
+    bench = Bench(6, 2)
+    bench.cache.seq_rm(0)  # its cells 0 to 5 stay where they are
+    step = bench.run([1], width=4)
+    assert step.read_len == max(int(run.count.max()) for run in step.runs.values()) == 3
 
 
 def test_a_forward_finds_the_rows_of_each_sequence_in_position_order():
@@ -161,6 +205,7 @@ def test_on_the_cpu_a_steps_tensors_are_one_memory_with_the_table():
 
 
 def test_x_4_each_reach_has_one_run_and_all_layers_one_placement():
+    """CELL-19, CELL-24: no layer claims cells of its own. Runs, not masks (D2)."""
     bench = Bench(0)
     step = bench.run([0, 0, 0, 0])
     assert set(step.runs) == {ALL, WINDOW}
@@ -181,6 +226,15 @@ def test_x_3_a_step_asks_for_no_more_cells_than_it_can_reach():
     bench.run([1] * 7)
     assert bench.pool.asked == [8, 9, 16]
     assert bench.cache.metrics().logical_length == 16
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 9), (2, 9), (3, 9), (4, 10), (8, 14), (11, 17)])
+def test_pool_6_a_step_needs_the_rows_up_to_the_last_cell_it_can_reach_and_the_scratch_row(tokens, rows):
+    """max(used_end, occupied + tokens) + 1; 8 cells are in use up to the last one, 3 of them are free."""
+    bench = Bench(4, 4, max_write=11)
+    bench.cache.rewind(0, 1)
+    bench.run([1] * tokens)
+    assert bench.pool.asked[-1] + 1 == rows <= bench.pool.rows
 
 
 def test_ccell_4_a_refused_growth_leaves_table_pool_and_declaration_and_a_retry_works():
@@ -216,6 +270,7 @@ def test_ccell_4_a_failed_upload_takes_the_placement_back_and_a_retry_places_the
 
 
 def test_x_6_a_step_wider_than_the_cache_or_than_nothing_is_refused():
+    """CCELL-3."""
     bench = Bench(0)
     bench.cache.declare_step([0])
     for width in (0, -1, 9):
@@ -225,6 +280,7 @@ def test_x_6_a_step_wider_than_the_cache_or_than_nothing_is_refused():
 
 
 def test_x_6_prepare_needs_a_declaration_that_fits():
+    """CELL-20, CCELL-3: a refused step leaves the declaration."""
     bench = Bench(0)
     with pytest.raises(InvalidStep, match="no step was declared"):
         bench.cache.prepare_step(1)
@@ -258,6 +314,7 @@ def test_cell_15_an_accepted_declaration_replaces_the_earlier_one():
 
 
 def test_a_prepared_step_must_be_committed_or_undone_before_the_next():
+    """CELL-14, CCELL-5: declare, prepare, commit; commit takes no width, only its turn."""
     bench = Bench(0)
     bench.cache.declare_step([0])
     bench.cache.prepare_step(1)
@@ -313,6 +370,7 @@ def test_cell_13_a_verb_leaves_an_unplaced_declaration_alone():
 
 
 def test_cell_12_clear_forgets_declaration_step_and_holders_but_keeps_the_memory():
+    """CCELL-7, POOL-9."""
     bench = Bench(8)
     bench.cache.declare_step([0])
     bench.cache.prepare_step(1)
@@ -342,6 +400,7 @@ def test_cell_25_an_owner_that_left_after_the_declaration_is_refused_before_the_
 
 
 def test_undo_releases_exactly_the_cells_the_step_claimed():
+    """CELL-22: the design's undo wins (D8)."""
     bench = Bench(3, 2)
     before = state_of(bench.table)
     bench.cache.declare_step([0, 1, 1])
@@ -377,6 +436,7 @@ def test_bld_2_a_step_wider_than_the_pool_is_refused():
 
 
 def test_ccell_7_metrics_count_rows_growths_and_bytes():
+    """POOL-8 counts growths; nothing is bound again behind one, because addresses stay (D4)."""
     bench = Bench(4, 2)
     metrics = bench.cache.metrics()
     assert (metrics.logical_length, metrics.free_cells, metrics.num_sequences) == (6, 10, 2)
@@ -440,7 +500,7 @@ def test_ccell_1_verbs_from_many_threads_and_steps_from_one_keep_the_table_whole
 
 
 def test_rows_see_nothing_of_cells_that_others_freed():
-    """K/V that nobody holds is NaN at every step; padded, forked, rewound and refilled, no row meets one."""
+    """PAD-4: K/V that nobody holds is NaN at every step; padded, forked, rewound and refilled, no row meets one."""
     rng = np.random.default_rng(3)
     generator = torch.Generator().manual_seed(3)
     config = CacheConfig(48, max_write=16, kv_dtype=torch.float32, max_sequences=6)

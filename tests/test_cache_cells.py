@@ -113,6 +113,7 @@ def test_cell_6_after_clear_the_next_id_is_0():
 
 
 def test_more_than_a_thousand_sequences_live_at_once():
+    """CELL-2 has 64 ids, a bit each; the design counts holders instead (D3), and wins."""
     table = CellTable(4096, 1024)
     ids = [table.seq_new() for _ in range(1024)]
     step(table, *ids)
@@ -136,6 +137,7 @@ def test_a_thousand_clones_of_a_long_prefix_reserve_no_contexts_of_their_own():
 
 
 def test_cell_7_a_clone_takes_no_free_cell_and_its_length_is_the_shorter_of_upto_and_the_source():
+    """CELL-4: cells are counted, not their holders."""
     table = table_with(5)
     assert [table.pos(table.seq_clone(0, upto)) for upto in (None, 3, 99)] == [5, 3, 5]
     assert table.free_cells == 11
@@ -149,11 +151,28 @@ def test_cell_7_a_clone_of_nothing_is_alive_and_empty():
 
 
 def test_cell_7_source_and_clone_go_their_own_ways_inside_one_page():
+    """CELL-3: writes behind a clone go to fresh cells."""
     table = table_with(5)
     clone = table.seq_clone(0)
     step(table, 0, clone, 0, clone)
     assert table.cells_of(0).tolist() == [0, 1, 2, 3, 4, 5, 7]
     assert table.cells_of(clone).tolist() == [0, 1, 2, 3, 4, 6, 8]
+    table.check_integrity()
+
+
+def test_cell_8_a_removed_sequence_gives_back_its_own_cells_its_id_and_the_end_of_the_pool():
+    table = table_with(4, 3, 0)
+    clone = table.seq_clone(0, 2)
+    table.seq_rm(0)
+    assert (table.free_cells, table.used_end) == (16 - 5, 7), "cells 0 and 1 are the clone's, 4 to 6 the neighbour's"
+    table.seq_rm(1)
+    assert (table.free_cells, table.used_end) == (14, 2), "the end shrinks past every free cell"
+    table.seq_rm(2)
+    assert [table.seq_new() for _ in range(3)] == [0, 1, 2], "an id comes back though it never held a cell"
+    for unknown in (-1, 4):
+        with pytest.raises(UnknownSequence):
+            table.seq_rm(unknown)
+    assert table.cells_of(clone).tolist() == [0, 1]
     table.check_integrity()
 
 
@@ -168,6 +187,7 @@ def test_cell_10_rewinding_a_shared_tail_leaves_it_to_the_other_holder():
 
 
 def test_cell_9_a_rewind_frees_the_tail_which_may_be_written_again():
+    """CELL-21: a position is always the next of its sequence, because the table derives it."""
     table = table_with(6)
     table.rewind(0, 6)
     table.rewind(0, 2)
@@ -220,6 +240,7 @@ def test_a_sequence_may_fill_the_whole_pool():
 
 
 def test_undo_releases_exactly_what_the_step_claimed():
+    """CELL-22 leaves a failed step's cells claimed; the design takes them back (D8), and wins."""
     table = table_with(3, 2)
     table.seq_clone(0, 2)
     before = state_of(table)
@@ -328,6 +349,7 @@ REFUSALS: list[tuple[str, Callable[[CellTable], object], type[CacheError]]] = [
 
 @pytest.mark.parametrize(("verb", "error"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
 def test_a_refusal_leaves_no_trace(verb, error):
+    """CELL-7..9, CELL-15, REF-4: every verb checks its ids and raises. Removing a range is no verb of ours."""
     table = table_with(4, 2, 0)
     before = state_of(table)
     with pytest.raises(error):
@@ -466,6 +488,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape['capacity']} cells")
 def test_the_table_answers_as_the_slow_one(shape):
+    """CELL-1, CELL-5: whatever the verbs, lists, counts, positions and `used_end` are the oracle's."""
     random_verbs(1000, seed=shape["capacity"], **shape)
 
 

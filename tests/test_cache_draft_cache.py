@@ -16,6 +16,7 @@ import torch
 from cache.attend import attend, reference, triton_cells
 from cache.cells import CellTable
 from cache.draft_cache import DraftCache, DraftStep
+from cache.factory import cache_factory
 from cache.geometry import (
     CacheConfig,
     CacheError,
@@ -29,8 +30,10 @@ from cache.geometry import (
     LayerGeometry,
     Reach,
     SequencePoisoned,
+    UnknownKind,
     UnknownSequence,
 )
+from cache.sequence_cache import SequenceCache
 from cache.upload import HostUploads
 from support.slow_cells import state_of
 
@@ -124,6 +127,7 @@ def test_df_6_context_rows_stay_and_block_rows_are_dropped_at_commit():
 
 
 def test_d2_block_rows_see_the_context_inside_the_window_and_the_whole_block():
+    """DF-11."""
     bench = Bench(5, 0)
     step = bench.run([OTHER] * (1 + B) + [A] * (2 + B), width=12).cells
     flat, window = step.runs[ALL], step.runs[WINDOW]
@@ -137,6 +141,7 @@ def test_d2_block_rows_see_the_context_inside_the_window_and_the_whole_block():
 
 
 def test_df_8_query_rows_are_each_owners_block_in_declared_order_and_never_padded():
+    """PAD-7."""
     bench = Bench(2, 4)
     step = bench.run([OTHER] * (2 + B) + [A] * B, width=16)
     assert step.query_rows.tolist() == [2, 3, 4, 5, 6, 7]
@@ -233,6 +238,7 @@ def test_a_clone_shares_the_context_and_drafts_on_its_own():
     ids=["empty", "too wide", "DF-7 not adjacent", "fewer than a block", "unknown", "negative", "no room"],
 )
 def test_a_refused_declaration_changes_nothing_and_leaves_the_earlier_one(rows, error, reason):
+    """DF-2, DF-7."""
     bench = Bench(5, 2, capacity=20)
     bench.cache.declare_step([OTHER] * (1 + B))
     before = bench.state()
@@ -350,6 +356,7 @@ MOVES = ("commit of another width", "commit, event fails", "clear, fence fails")
     ("state", "name", "call", "error", "after"), TABLE, ids=[f"{row[0]}: {row[1]}" for row in TABLE]
 )
 def test_df_3b_state_table(state, name, call, error, after):
+    """DF-1, DF-2, DF-3, DF-4, DF-5, DF-6: DF-5's rebind has no counterpart, because addresses stay (D4). X-7."""
     bench = in_state(state)
     before = bench.state()
     if error is None:
@@ -587,6 +594,16 @@ def test_pool_3_a_program_for_other_layers_is_refused_at_every_step():
             bench.cache.prepare_step(B)
     assert bench.state() == before
     assert bench.phase() == "idle"
+
+
+def test_df_10_a_cache_of_one_sequence_takes_no_draft_blocks():
+    """The block is the draft cache's own argument, and no kind of the factory has one."""
+    config = CacheConfig(16, max_write=8, kv_dtype=torch.float32)
+    with pytest.raises(TypeError, match="positional arguments"):
+        SequenceCache(GEOMETRY, config, CPU, B)
+    with pytest.raises(UnknownKind, match="cpu has batched, batched-cell, single"):
+        cache_factory().build("draft", GEOMETRY, config, CPU)
+    assert not issubclass(DraftCache, SequenceCache)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class Recorder:
     [("single", SequenceCache, 1), ("batched-cell", CellCache, 1024), ("batched", CellCache, 1024)],
 )
 def test_fac_1_each_kind_builds_its_cache_and_the_engine_drives_them_alike(kind, built, sequences):
+    """T-FAC."""
     cache = cache_factory().build(kind, GEOMETRY, CONFIG, CPU)
     assert type(cache) is built
     assert (cache.capacity_cells, cache.free_cells, cache.max_sequences) == (32, 32, sequences)

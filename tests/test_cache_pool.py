@@ -47,6 +47,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 def test_d4_addresses_and_shapes_are_the_same_before_and_after_growth(pool):
+    """POOL-1, POOL-4: K and V apart; nothing is bound anew, because nothing moves."""
     tensors = [*pool.keys, *pool.values]
     assert [tuple(each.shape) for each in tensors] == [(4097, 2, 3), (4097, 4, 3), (4097, 2, 1), (4097, 4, 1)]
     before = [each.data_ptr() for each in tensors]

@@ -63,6 +63,7 @@ def test_pool_3_what_disagrees_is_refused_and_remembered(layers, dtype, reason):
 
 
 def test_reg_3_a_part_without_kv_binds_silently_and_is_not_counted():
+    """CCELL-6: and nothing is bound again before a run (D4)."""
     cache = new_cache()
     assert cache.bind_program("vision", None, torch.bfloat16) is False
     cache.bind_program("forward_1", GEOMETRY, torch.float32)

@@ -249,6 +249,7 @@ def test_padding_writes_every_layers_scratch_row_and_reads_what_the_last_real_ro
 
 
 def test_d5_a_steps_tensors_stay_at_their_addresses():
+    """RING-4: a graph replays against the positions it finds there."""
     bench = Bench()
     bench.write(30)
     addresses = []
@@ -262,6 +263,7 @@ def test_d5_a_steps_tensors_stay_at_their_addresses():
 
 
 def test_a_cell_caches_step_has_no_rings():
+    """RING-5."""
     cache = CellCache(MIXED, CacheConfig(16, max_write=4, kv_dtype=torch.float32), CPU)
     cache.declare_step([cache.seq_new()])
     assert cache.prepare_step(1).rings == {}
@@ -273,6 +275,7 @@ def test_a_cell_caches_step_has_no_rings():
 @pytest.mark.parametrize("geometry", [MIXED, WINDOWED], ids=["flat, window and chunk", "window only"])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_equal_attention_over_the_plain_history_whatever_the_chunks_and_rewinds(geometry, seed):
+    """SEQ-1, SEQ-3, SEQ-5, RING-2: one length for all layers."""
     random = np.random.default_rng(seed)
     bench = Bench(geometry, capacity=90, max_write=int(random.integers(1, 20)), seed=seed)
     rewinds = 0
@@ -467,6 +470,7 @@ def test_seq_10_removing_or_clearing_starts_again_in_the_same_storage():
 
 
 def test_seq_2_a_step_past_the_capacity_is_refused_whatever_the_rings_would_take():
+    """SEQ-7, CSEQ-1."""
     bench = Bench(capacity=10)
     bench.write(8)
     before = bench.state()
@@ -563,6 +567,7 @@ def test_there_is_one_sequence_and_it_cannot_be_cloned():
 
 
 def test_the_step_protocol_is_the_cell_caches():
+    """SEQ-1, CSEQ-1."""
     bench = Bench()
     with pytest.raises(InvalidStep, match="no step was declared"):
         bench.cache.prepare_step(1)

@@ -50,6 +50,7 @@ class Bench:
 
 
 def test_stg_3_a_step_is_one_copy_and_one_scatter():
+    """POOL-11: a step follows the event of the one before it (`follow_step`, `record_step`)."""
     bench = Bench()
     bench.cache.seq_new()
     bench.run([0, 0, 0])
@@ -57,6 +58,7 @@ def test_stg_3_a_step_is_one_copy_and_one_scatter():
 
 
 def test_a_step_arrives_whole_at_addresses_that_stay():
+    """POOL-2: as runs and lists, not as masks (D2). PAD-3."""
     bench = Bench()
     bench.cache.seq_new()
     first = bench.run([0, 0, 0], width=8)
@@ -90,6 +92,7 @@ def test_stg_1_a_verb_does_not_change_a_step_still_being_read():
 
 
 def test_x_5_refilling_waits_for_the_copy_that_last_read_the_staging():
+    """STG-2."""
     bench = Bench()
     bench.cache.seq_new()
     for length in range(1, 12):
@@ -103,6 +106,7 @@ def test_x_5_refilling_waits_for_the_copy_that_last_read_the_staging():
 
 @pytest.mark.parametrize("call", ["copy", "scatter"])
 def test_x_5_a_failed_copy_still_records_the_event_and_the_retry_brings_everything(call):
+    """STG-4."""
     bench = Bench()
     bench.cache.seq_new()
     bench.run([0, 0])
@@ -120,6 +124,7 @@ def test_x_5_a_failed_copy_still_records_the_event_and_the_retry_brings_everythi
 
 
 def test_x_5_an_event_that_cannot_be_recorded_is_replaced_by_waiting_and_reported():
+    """STG-4."""
     bench = Bench()
     bench.cache.seq_new()
     bench.cache.declare_step([0])
@@ -144,6 +149,31 @@ def test_stg_2_staging_grows_to_what_is_needed_or_twice_what_it_was():
     bench.run([0] * 4)
     assert bench.stream.calls.count("copy") == 3
     assert bench.stream.calls.count("pinned") == 1
+
+
+def test_stg_4_a_copy_that_failed_halfway_is_waited_for_before_its_staging_is_filled_again():
+    bench = Bench()
+    bench.cache.seq_new()
+    bench.cache.declare_step([0])
+    bench.stream.fail = {"scatter"}
+    with pytest.raises(RuntimeError, match="scatter failed"):
+        bench.cache.prepare_step(1)
+    bench.stream.fail = set()
+    failed = list(bench.stream.calls)
+    bench.cache.prepare_step(1)
+    assert failed[-1] == "record_copied"
+    assert bench.stream.calls[len(failed)] == "wait_copied"
+
+
+def test_stg_5_all_host_work_of_a_step_is_done_before_its_forward_and_only_an_event_behind_it():
+    bench = Bench()
+    bench.cache.seq_new()
+    bench.cache.declare_step([0])
+    bench.cache.prepare_step(4)
+    assert "copy" in bench.stream.calls
+    bench.stream.calls.clear()
+    bench.cache.commit_step()
+    assert bench.stream.calls == ["record_step"]
 
 
 def test_clones_made_between_steps_arrive_with_the_next_one():

@@ -93,6 +93,7 @@ def test_preempted_requests_draw_the_same_tokens(model):
 
 
 def test_ses_1_sessions_are_bounded_and_their_ids_never_come_back(executor):
+    """SES-3: closing what is closed is ignored."""
     first = [executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(4)]
     with pytest.raises(SessionsExhausted, match="all 4 sessions"):
         executor.open_session(GREEDY, seed=0, prompt=(1,))
@@ -173,6 +174,7 @@ def test_ses_5_a_policy_that_cannot_be_served_leaves_the_one_in_force(executor):
 
 
 def test_x_9_a_seed_and_a_position_draw_one_token_behind_a_rewind_a_clone_and_a_failed_batch():
+    """SAM-12, with SAM-8 and SAM-9 superseded: the draw is a counter hash, not a sequence of coins (D9)."""
     toy = ToyDecoder()
     executor = toy_executor(toy)
     sampled = SamplingParams(temperature=20.0)
@@ -213,6 +215,7 @@ def test_a_token_that_only_the_device_knows_is_the_sessions_own_draw_not_a_forks
 
 
 def test_exe_18_a_step_whose_rewind_frees_too_little_runs_no_slice_of_it():
+    """PACK-6."""
     executor = toy_executor(ToyDecoder())  # 255 cells, at most 32 rows a slice
     sessions = [executor.open_session(GREEDY, seed=0, prompt=()) for _ in range(4)]
     for session, tokens in zip(sessions, (60, 60, 60, 40), strict=True):
@@ -329,6 +332,44 @@ def test_exe_18_a_session_that_is_not_open_does_not_hide_why_its_step_failed():
         executor.launch(Batch((Chunk(99, (1,), 0), Chunk(session, (9,), 0, wanted_rows="last"))))
 
 
+@pytest.mark.parametrize("shape", ["one token too few", "one row too many"])
+def test_exe_15_logits_of_another_shape_fail_the_step(shape):
+    class Broken(ToyDecoder):
+        def logits(self, hidden):
+            logits = super().logits(hidden)
+            return logits[:, :-1] if shape == "one token too few" else torch.cat((logits, logits))
+
+    executor = toy_executor(Broken())
+    session = executor.open_session(GREEDY, seed=0, prompt=(1,))
+    free = executor.free_cells
+    with pytest.raises(StepFailed, match=r"forward_2 gave logits \[\d, 3\d\]: \[1, 32\] were expected"):
+        draw(executor, session, (1, 2), 0)
+    assert executor.free_cells == free
+    with pytest.raises(SessionRefused, match="a step of it failed"):
+        executor.clone_session(session, 0, GREEDY, seed=0, prompt=(1,))
+
+
+def test_exe_17_only_a_chunk_that_asks_for_it_draws_and_then_one_token(executor):
+    asking, silent = (executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(2))
+    chunks = (Chunk(asking, (1, 2), 0, wanted_rows="last"), Chunk(silent, (1, 2), 0))
+    outputs = executor.execute(Batch(chunks)).chunks
+    assert [len(output.token_ids) for output in outputs] == [1, 0]
+    assert [output.session_id for output in outputs] == [asking, silent]
+
+
+def test_pack_6_a_rewind_that_is_refused_fails_the_step_and_runs_nothing():
+    """The single cache's rings hold nothing that old: only the cache knows, so packing has let it pass."""
+    executor = toy_executor(ToyDecoder(), cache_kind="single", max_sessions=1, widths=(1, 2), max_dynamic=None)
+    session = executor.open_session(GREEDY, seed=0, prompt=())
+    for position in range(0, 30, 2):
+        executor.execute(Batch((Chunk(session, (1, 2), position),)))
+    before = executor.method_calls()
+    with pytest.raises(StepFailed, match="cannot rewind to 1"):
+        executor.launch(Batch((Chunk(session, (1,), 1),)))
+    assert executor.method_calls() == before
+    assert executor.position(session) == 30
+
+
 def test_a_closed_session_may_still_be_in_flight(executor):
     session, other = (executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(2))
     in_flight = executor.launch(Batch(tuple(Chunk(s, (1, 2), 0, wanted_rows="last") for s in (session, other))))
@@ -353,6 +394,7 @@ def test_the_widths_that_were_asked_for_are_the_ones_that_run(model, options, me
 
 
 def test_calls_and_padding_are_counted(executor):
+    """EXE-13, PAD-2: padding costs rows and no cells."""
     session = executor.open_session(GREEDY, seed=0, prompt=(1, 2, 3))
     draw(executor, session, (1, 2, 3), 0)
     draw(executor, session, (4,), 3)

@@ -34,6 +34,7 @@ def plan(context=CONTEXT, **changes):
     ],
 )
 def test_exe_7_session_tokens_are_as_asked_or_the_pool_divided_within_the_context(changes, max_session_tokens):
+    """D10: reserving is the executor's own default; the server admits optimistically."""
     assert plan(**changes).max_session_tokens == max_session_tokens
 
 
@@ -75,6 +76,7 @@ def test_exe_8_and_9_defaults_and_the_cache_derived_from_them():
 
 
 def test_raw_6_an_executor_says_what_it_is():
+    """EXE-11: `preferred_batch_tokens` is the widest width."""
     model = ToyDecoder()
     executor = toy_executor(model, max_sessions=3, max_session_tokens=50)
     assert executor.preferred_batch_tokens == 32

@@ -14,6 +14,7 @@ def packed(*chunks, limit=64, **options):
 
 
 def test_pack_1_chunks_keep_their_order_and_pack_7_the_last_row_answers():
+    """REF-5, T-PACK."""
     step = packed(
         Chunk(session_id=1, tokens=(1, 2, 3), position=0, wanted_rows="last"),
         Chunk(session_id=2, tokens=(7,), position=4),
@@ -106,10 +107,12 @@ def test_a_session_that_the_caller_rules_out_is_refused_with_the_callers_words()
     [(0, 6, [2, 5], [0, 2]), (6, 4, [3], [3]), (10, 3, [], [])],
 )
 def test_t_sel_each_slice_answers_the_rows_that_lie_in_it(offset, length, rows, indices):
+    """EXE-14."""
     got = select_rows(np.array([2, -1, 5, 9]), offset, length)
     assert [part.tolist() for part in got] == [rows, indices]
 
 
 def test_t_sel_rows_come_in_the_order_they_were_asked_for_with_their_repeats():
+    """EXE-14: rows are not padded to the width; the head has a ladder of its own (D6)."""
     rows, indices = select_rows(np.array([7, 4, -1, 7, 2, 5]), 4, 4)
     assert (rows.tolist(), indices.tolist()) == ([3, 0, 3, 1], [0, 1, 3, 5])

@@ -211,6 +211,7 @@ def test_raw_4_behind_a_failed_step_its_owners_are_dropped_and_nothing_is_lost(e
     ],
 )
 def test_raw_7_a_step_that_cannot_run_is_refused_before_anything_changes(executor, step, words):
+    """CELL-21."""
     cache = executor.cache_control
     sequence = cache.seq_new()
     with pytest.raises(RawStepError, match=words):
@@ -241,12 +242,14 @@ LOGITS = torch.tensor([[0.0, 3.0, 3.0, 1.0], [9.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.
 
 
 def test_raw_5_argmax_looks_at_the_first_rows_and_ties_go_to_the_lowest_id(executor):
+    """SAM-6."""
     assert executor.argmax_rows(LOGITS, 2) == [1, 0]
     assert executor.argmax_rows(LOGITS.bfloat16(), 3) == [1, 0, 3]
     assert executor.argmax_rows(LOGITS, 0) == []
 
 
 def test_raw_5_rows_are_drawn_with_the_callers_coins(executor):
+    """SAM-6, SAM-7."""
     params = np.array([[0.0, 1.0, 0.0, 0.9], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 2.0, 0.999]], np.float32)
     assert executor.sample_rows(LOGITS, 3, params) == [1, 0, 0]
     greedy = np.array([[0.0, 0.5, 3.0, 0.9]] * 2, np.float32)

@@ -128,6 +128,7 @@ def test_every_int64_seed_is_legal_and_choices_wrap(seed: int) -> None:
 
 
 def test_n_greedy_choices_are_equal() -> None:
+    """SAM-7."""
     sampler = new_sampler(10)
     sampler.open(0, GREEDY, seed=1, prompt=[1])
     assert ids(launch(sampler, peaked(10, (4, 1.0), (7, 1.0)), [0] * 3, 1, [0, 1, 2])) == [4, 4, 4]
@@ -170,6 +171,17 @@ def test_slots_opened_in_inference_mode_are_counted_outside_of_it() -> None:
     with torch.inference_mode():
         sampler.open(0, SamplingParams(temperature=0, frequency_penalty=2), seed=0, prompt=[1])
     assert ids(launch(sampler, peaked(4, (2, 3.0)), [0], 1)) == [2]
+
+
+def test_ses_6_a_slot_without_a_policy_draws_nothing() -> None:
+    """A session has its policy from the moment it is open, so only a fault of ours could come here."""
+    sampler = new_sampler(8)
+    sampler.open(0, GREEDY, seed=0, prompt=(1,))
+    with pytest.raises(AssertionError, match=r"slots \[1\] are not open"):
+        launch(sampler, torch.zeros(8), [0, 1], 1)
+    sampler.close(0)
+    with pytest.raises(AssertionError, match=r"slots \[0\] are not open"):
+        launch(sampler, torch.zeros(8), [0], 1)
 
 
 def test_only_choice_0_is_counted_for_a_slot() -> None:

@@ -93,6 +93,7 @@ def test_t_cuda_a_schedule_of_all_widths_then_shared_decodes_uses_every_method(e
 
 
 def test_pack_4_a_whole_batch_is_checked_before_any_session_is_rewound(model):
+    """PACK-6: a session that is wrong is refused alone, where the rule fails the batch; the design wins (D8)."""
     executor = toy_executor(model, capacity_cells=32)
     held, other = open_greedy(executor), open_greedy(executor)
     draw(executor, last_row(held, (1, 2, 3, 4), 0))

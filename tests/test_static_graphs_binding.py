@@ -160,6 +160,7 @@ def test_a_model_that_cells_cannot_serve_is_refused_by_name(model_type: str, rea
 
 
 def test_layers_that_share_keys_and_values_have_their_donors_id() -> None:
+    """CELL-24, GEO-5."""
     model = model_from_config(tiny_config("gemma3n_text"))
     bound = [layer.self_attn.cell_layer.layer for layer in model.module.model.layers]
     assert len(model.geometry.layers) == 2

@@ -31,6 +31,7 @@ def cut(total, methods):
     ],
 )
 def test_plan_4_each_slice_runs_in_the_narrowest_method_that_holds_it(methods, total, expected):
+    """PLAN-2, PLAN-3."""
     assert cut(total, methods) == expected
 
 
@@ -43,6 +44,7 @@ def test_plan_1_slices_cover_the_axis_without_gap_or_overlap():
 
 
 def test_exe_3_methods_are_sorted_and_the_dynamic_one_is_widest():
+    """EXE-1: `forward_{N}` and one `forward_others`."""
     assert [m.name for m in method_table((8, 1, 4), 32)] == ["forward_1", "forward_4", "forward_8", "forward_others"]
 
 

@@ -30,6 +30,7 @@ CPU = torch.device("cpu")
 
 
 def test_packed_rows_over_shuffled_cells_equal_the_models_own_forward() -> None:
+    """EXE-2: (tokens, positions, rows) in, logits of these rows out; the program is the model itself (D1)."""
     config = tiny_llama()
     model = model_from_config(config, seed=3)
     own = random_module(config, device=CPU, dtype=torch.float32, seed=3)

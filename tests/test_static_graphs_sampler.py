@@ -291,7 +291,7 @@ SEEDS = (0, 1, 2, 3, -1, -2, 2**31, 2**32, 2**63 - 1, -(2**63))
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_x_9_every_seed_gives_usable_draws(seed: int) -> None:
-    """SAM-10's hazard: seed 0 must not be a fixed point."""
+    """X-9, SAM-10: seed 0 must not be a fixed point."""
     row = random_logits(30, seed=10, spread=1.0)
     due = sampling_oracle.distribution(row.tolist())
     assert sampling_oracle.chi_square_excess(repeated(row, 3000, seeds=seed), due) < 4

@@ -58,7 +58,7 @@ def test_nan_in_cells_nobody_reads_never_leaks() -> None:
 
 
 def test_a_captured_graph_serves_steps_of_any_mix_and_length() -> None:
-    """D5: the launch depends on the width alone; what each row reads is looked up through fixed addresses."""
+    """STG-5, D5: the launch depends on the width alone; what each row reads is looked up through fixed addresses."""
     pool = plain_pool(60_000, kv_heads=2, k_dim=64, dtype=torch.bfloat16, device="cuda")
     first = _step(pool, [1] * 64, longest=30)
     query = torch.randn(64, 8, 64, device="cuda", dtype=torch.bfloat16)

@@ -79,6 +79,7 @@ def test_rings_on_the_device_equal_rings_on_the_cpu_through_growth_and_rewinds()
 
 
 def test_a_graph_captured_at_the_start_follows_the_ring_as_it_wraps():
+    """RING-4."""
     torch.manual_seed(0)
     with closing(SequenceCache(GEOMETRY, config(), CUDA)) as cache:
         cache.seq_new()
