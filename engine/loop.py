@@ -77,7 +77,6 @@ class EngineLoop:
         self._generated_tokens = 0
         self._preemptions = 0
         self._step_time_s = 0.0
-        self._last_step_unix_s = 0.0
 
     # --- what callers ask -------------------------------------------------------------------------------------------
 
@@ -119,12 +118,6 @@ class EngineLoop:
             if index is None or session.cancelled_draws.issuperset(choices):
                 self._finish(session, "cancelled")
 
-    def fail_all(self, error: str, code: ErrorCode) -> None:
-        """End everything that is open."""
-        for sessions in list(self._requests.values()):
-            for session in list(sessions):
-                self._finish(session, "failed", error=error, code=code)
-
     def reset_prefix_cache(self) -> int:
         """Forget every prefix that no running session uses; -> how many cells became free."""
         return self._prefixes.reset()
@@ -149,7 +142,6 @@ class EngineLoop:
             padding_rows=self._executor.padding_rows,
             method_calls=self._executor.method_calls(),
             step_time_s=self._step_time_s,
-            last_step_unix_s=self._last_step_unix_s,
         )
 
     # --- one turn ---------------------------------------------------------------------------------------------------
@@ -171,7 +163,6 @@ class EngineLoop:
             self._collect(ahead)
             self._steps += 1
             self._step_time_s += self._clock() - started
-            self._last_step_unix_s = time.time()
         elif launched is None and not (self._scheduler.is_empty or self._updates or preempted):
             raise RuntimeError(
                 f"nothing can run: {self._scheduler.num_waiting} waiting and {self._scheduler.num_running} running "

@@ -220,4 +220,3 @@ class EngineStats:
     """(forward_N or forward_others, calls), narrowest first."""
     step_time_s: float = 0.0
     """Sum over all steps."""
-    last_step_unix_s: float = 0.0

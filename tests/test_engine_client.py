@@ -317,7 +317,6 @@ async def test_work_without_a_sign_of_life_is_a_stall_and_idleness_is_not() -> N
         executor.release()
         await read(stream)
         assert client.stalled_s == 0.0
-        assert client.stats.last_step_unix_s > 0
 
 
 # --- the engine thread

@@ -263,17 +263,6 @@ def test_an_engine_that_cannot_move_says_so():
         engine.step()
 
 
-def test_everything_open_can_be_failed_at_once(overlaps):
-    engine = Engine(ScriptedExecutor(overlaps=overlaps), seqs=1)
-    engine.submit("a", (1,), max_new_tokens=5)
-    engine.submit("b", (2,), n=1, max_new_tokens=5)
-    engine.step()
-    engine.loop.fail_all("going away", "shutting_down")
-    engine.run()
-    assert [engine.of(name)[-1].error_code for name in ("a", "b")] == ["shutting_down", "shutting_down"]
-    assert engine.holds_nothing()
-
-
 def hashed(prompt, generated, seed):
     """A next token that depends on everything before it."""
     return hash((prompt, generated, seed)) % 97
