@@ -98,6 +98,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         tokenizer_dir=tokenizer_dir,
         defaults=_defaults(model.defaults),
         has_grammars=grammars is not None,
+        is_single=config.cache == "single",
         created_s=int(time.time()),
     )
     has_prefixes = config.prefix_cache and config.cache == "cells"

@@ -100,6 +100,11 @@ def check_request(info: EngineInfo, request: GenerateRequest) -> None:
             f"the request needs up to {prompt + new} K/V cells ({prompt} prompt tokens and {new} new ones), "
             f"but the pool has {info.kv_cells}"
         )
+    if request.n > 1 and info.is_single:
+        raise RequestTooLarge(
+            f"n is {request.n}, but this server runs with the single cache (--cache single), which holds one sequence: "
+            "ask for one choice"
+        )
     if request.n > info.max_num_seqs:
         raise RequestTooLarge(f"n is {request.n}, but at most {info.max_num_seqs} sequences run at once")
 

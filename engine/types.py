@@ -195,6 +195,8 @@ class EngineInfo:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     has_grammars: bool = False
     """Whether answers can be held to a grammar: the tokens' bytes are known."""
+    is_single: bool = False
+    """Whether the cache holds one sequence, so that there is nothing to clone for a second choice."""
     created_s: int = 0
     """Unix time of the load, whole seconds."""
 

@@ -463,5 +463,5 @@ def test_the_single_cache_refuses_what_it_cannot_do(model):
     with pytest.raises(ConfigError, match="max_num_seqs is 4: the single cache holds one sequence"):
         build(model, cache="single")
     _, info = build(model, cache="single", max_num_seqs=1)
-    with pytest.raises(RequestTooLarge, match="n is 2, but at most 1 sequences"):
+    with pytest.raises(RequestTooLarge, match=r"n is 2, but this server runs with the single cache \(--cache single\)"):
         check_request(info, GenerateRequest("a", (1,), n=2))
