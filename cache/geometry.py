@@ -132,6 +132,10 @@ class Geometry:
         return elements * kv_dtype.itemsize
 
 
+MAX_CAPACITY_CELLS = 2**31 - 2
+"""Rows are int32 on a device, and cell c is row c + 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """How much a cache may hold. `capacity_cells` excludes the scratch row."""
@@ -148,3 +152,7 @@ class CacheConfig:
         for name in ("capacity_cells", "max_write", "initial_cells", "max_sequences"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.capacity_cells > MAX_CAPACITY_CELLS:
+            raise InvalidConfig(
+                f"capacity_cells is {self.capacity_cells}: at most {MAX_CAPACITY_CELLS} can be addressed"
+            )

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from cache.geometry import Geometry
+from cache.geometry import MAX_CAPACITY_CELLS, Geometry
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.create import Progress, create_executor
 from engine.errors import ConfigError, ModelError
@@ -195,7 +195,7 @@ def _kv_cells(config: EngineConfig, geometry: Geometry, kv_dtype: torch.dtype, d
             f"a K/V pool of {max(pool_bytes, 0) / (1 << 30):.3f} GiB holds no sequence: one cell of this model takes "
             f"{bytes_per_cell} bytes. Give --kv-cells or --kv-cache-gib, or free memory"
         )
-    return int(cells)
+    return min(cells, MAX_CAPACITY_CELLS)
 
 
 def _max_model_len(config: EngineConfig, model_len: int, kv_cells: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cache.geometry import CacheConfig
+from cache.geometry import CacheConfig, InvalidConfig
 from engine.errors import ConfigError
 from static_graphs.additional import AdditionalMethod
 from static_graphs.methods import Method, method_table
@@ -78,13 +78,16 @@ def derive(options: ExecutorOptions, *, context: int, dtype: torch.dtype) -> Exe
     _check_additional(options, methods)
     max_session_tokens = _max_session_tokens(options, context)
     initial = {} if options.initial_capacity is None else {"initial_cells": options.initial_capacity}
-    cache = CacheConfig(
-        capacity_cells=options.capacity_cells,
-        max_write=widest,
-        kv_dtype=options.kv_dtype or dtype,
-        max_sequences=_max_sequences(options),
-        **initial,
-    )
+    try:
+        cache = CacheConfig(
+            capacity_cells=options.capacity_cells,
+            max_write=widest,
+            kv_dtype=options.kv_dtype or dtype,
+            max_sequences=_max_sequences(options),
+            **initial,
+        )
+    except InvalidConfig as error:
+        raise ConfigError(str(error)) from error
     return ExecutorPlan(methods, max_session_tokens, cache)
 
 

@@ -125,6 +125,12 @@ def test_fac_3_a_config_is_refused_before_the_builder_runs(config, reason):
     assert builder.calls == []
 
 
+def test_more_cells_than_int32_rows_can_name_are_refused_before_anything_is_allocated():
+    assert CacheConfig(2**31 - 2, max_write=2, kv_dtype=torch.float32).capacity_cells == 2147483646
+    with pytest.raises(InvalidConfig, match="capacity_cells is 2147483647: at most 2147483646 can be addressed"):
+        CacheConfig(2**31 - 1, max_write=2, kv_dtype=torch.float32)
+
+
 def test_fac_3_a_builder_that_builds_nothing_is_named():
     factory = CacheFactory()
     factory.register("cpu", "mine", Recorder(None))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from engine.build import build_engine
+import torch
+
+from cache.geometry import Geometry, LayerGeometry
+from engine.build import _kv_cells, build_engine
 from engine.config import EngineConfig
 from support.tiny_models import tiny_llama
 from support.tiny_tokenizer import write_byte_level
@@ -18,3 +21,9 @@ def test_4_2_the_vocabulary_is_the_tokenizers_and_not_the_models_padded_rows(tmp
     config = EngineConfig(str(tmp_path), device="cpu", load_format="dummy", kv_cells=64, max_num_seqs=2)
     _, info = build_engine(config, lambda text, done, of: None)
     assert info.vocab_size == tokenizer.vocab_size
+
+
+def test_memory_for_more_cells_than_can_be_addressed_gives_as_many_as_can() -> None:
+    two_bytes_each_side = Geometry((LayerGeometry(1, 1, 1),))
+    config = EngineConfig("m", kv_cache_gib=16.0)
+    assert _kv_cells(config, two_bytes_each_side, torch.bfloat16, torch.device("cpu")) == 2**31 - 2

@@ -55,6 +55,7 @@ def test_exe_7_session_tokens_are_as_asked_or_the_pool_divided_within_the_contex
             {"max_sessions": 5, "max_session_tokens": 13},
             "5 sessions of 13 tokens reserve 65 cells: the pool has 64. Use at most 12 tokens each",
         ),
+        ({"capacity_cells": 2**31 - 1}, "capacity_cells is 2147483647: at most 2147483646 can be addressed"),
         ({"max_sessions": 65}, "65 sessions divide 64 cells: none is left for each"),
         ({"max_sessions": 5, "max_sequences": 4}, "max_sessions is 5: the cache has ids for 4 sequences"),
         ({"additional_methods": (AdditionalMethod("forward_2", lambda: None),)}, "two methods named 'forward_2'"),
