@@ -345,7 +345,10 @@ def _as_load_error(source: Source) -> Iterator[None]:
         raise
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         where = source.gguf_path or source.folder
-        raise ModelLoadError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        if "does not recognize this architecture" in reason:  # what follows is how to upgrade transformers with pip
+            reason = reason.partition("architecture")[0] + "architecture"
+        raise ModelLoadError(f"{where} cannot be loaded: {reason}") from error
 
 
 @contextlib.contextmanager

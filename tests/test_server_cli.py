@@ -81,6 +81,7 @@ def test_a_failed_load_is_told_without_a_traceback(model: str, code: int, said: 
     assert (ended_with, output) == (code, "")
     assert said in complaint.splitlines()
     assert "Traceback" not in complaint
+    assert "dead" not in complaint, "the reason says it all"
 
 
 def test_a_folder_that_is_no_models_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

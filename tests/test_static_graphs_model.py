@@ -98,6 +98,12 @@ def test_a_broken_file_is_named(tmp_path: Path, broken: str) -> None:
         load_model(str(tmp_path))
 
 
+def test_a_type_that_transformers_does_not_know_is_named_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_type"}))
+    with pytest.raises(ModelLoadError, match=r"model type `no_such_type` .* does not recognize this architecture$"):
+        load_model(str(tmp_path))
+
+
 def test_a_folders_own_code_is_never_run(tmp_path: Path) -> None:
     config = {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Config", "AutoModelForCausalLM": "ours.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
