@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -317,6 +318,19 @@ async def test_work_without_a_sign_of_life_is_a_stall_and_idleness_is_not() -> N
         executor.release()
         await read(stream)
         assert client.stalled_s == 0.0
+
+
+@asyncio_test
+async def test_a_request_behind_a_long_silence_is_no_stall_from_its_start() -> None:
+    executor = ScriptedExecutor()
+    async with ready(scripted_client(executor)) as client:
+        await read(client.submit(request("a")))
+        executor.hold()
+        submitted_s = time.monotonic()
+        stream = client.submit(request("b"))
+        assert client.stalled_s <= time.monotonic() - submitted_s
+        executor.release()
+        await read(stream)
 
 
 # --- the engine thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from engine.types import EngineInfo, EngineStats, GenerateRequest, Update
 from server.lifecycle import Lifecycle, StepTimes
 from server.metrics import Metrics
 from server.settings import Settings
-from support.live_server import LiveServer, live_server, until
+from support.live_server import TIMEOUT_S, LiveServer, live_server, until
 from support.scripted import ScriptedExecutor, scripted_client, scripted_info, scripted_loop
 
 QUIET = Settings(access_log=False)
@@ -68,6 +69,34 @@ def test_while_loading_it_lives_is_not_ready_and_says_what_it_does() -> None:
         load.go_on.set()
         server.wait_ready()
         assert server.http.get("/ready").json() == {"phase": "ready"}
+
+
+def test_a_loaded_engine_takes_nothing_before_what_needs_the_model_is_prepared() -> None:
+    async def start() -> None:
+        is_preparing, go_on = asyncio.Event(), asyncio.Event()
+
+        async def prepare(info: EngineInfo) -> None:
+            is_preparing.set()
+            await go_on.wait()
+
+        client = scripted_client()
+        lifecycle = Lifecycle(client, prepare)
+        running = asyncio.create_task(lifecycle.run())
+        async with asyncio.timeout(TIMEOUT_S):
+            await is_preparing.wait()
+            assert client.phase.name == "ready"
+            refusal = lifecycle.refusal()
+            assert refusal is not None
+            assert refusal.code == "loading"
+            assert lifecycle.progress() == {"phase": "loading the tokenizer"}
+            go_on.set()
+            await lifecycle.wait_loaded()
+            assert lifecycle.refusal() is None
+        running.cancel()
+        await asyncio.wait([running])
+        await client.close()
+
+    asyncio.run(start())
 
 
 def test_a_failed_load_stays_not_ready_without_telling_clients_why() -> None:
