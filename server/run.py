@@ -224,9 +224,9 @@ def url_of(settings: Settings, listener: socket.socket) -> str:
 
 def ready_line(url: str, info: EngineInfo, settings: Settings) -> str:
     """URL, model, cells, and a command to try it with. Keys are not shown: the command reads $API_KEY."""
-    body = {"prompt": "Once upon a time", "max_tokens": 16}
-    if info.tokenizer_dir is None:
-        body["prompt"] = [1, 2, 3]
+    prompt: str | list[int] = "Once upon a time" if info.tokenizer_dir is not None else [1, 2, 3]
+    room = info.max_model_len - len(prompt) - 1  # a text is at most a token a letter and one for its beginning
+    body = {"prompt": prompt, "max_tokens": max(1, min(16, room))}
     key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_key or settings.api_key_file else ""
     place = "" if settings.uds is None else f" --unix-socket {shlex.quote(str(settings.uds))}"
     command = (

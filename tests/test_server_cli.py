@@ -19,6 +19,7 @@ import pytest
 from server import cli, run, settings
 from server.settings import Settings
 from support.live_server import until
+from support.scripted import scripted_info
 from support.scripted_server import ROOT, ServerProcess, child_environment
 
 
@@ -161,6 +162,12 @@ def test_a_good_start_prints_one_line_with_a_command_that_works_when_pasted() ->
     assert (code, output) == (0, "")
     assert "reading the script (1 of 2)" in complaint
     assert "Traceback" not in complaint
+
+
+@pytest.mark.parametrize(("context", "max_tokens"), [(512, 16), (20, 16), (10, 6), (4, 1)])
+def test_the_command_asks_for_no_more_tokens_than_the_context_allows(context: int, max_tokens: int) -> None:
+    line = run.ready_line("http://localhost", scripted_info(max_model_len=context), Settings())
+    assert json.loads(line.partition(" -d ")[2].strip("'")) == {"prompt": [1, 2, 3], "max_tokens": max_tokens}
 
 
 def test_a_start_on_all_addresses_names_one_to_paste() -> None:
