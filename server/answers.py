@@ -22,7 +22,7 @@ from server.settings import Settings
 from server.streams import ClientGone, frame, quoted, unless_gone
 
 Render = Callable[[Choice, News], bytes]
-"""The frame that tells of a choice's news."""
+"""The frame that tells of a choice's news; empty when there is nothing to tell yet."""
 Begin = Callable[[Choice], bytes]
 """What comes before a choice's first news; may be empty."""
 
@@ -94,12 +94,14 @@ def engine_requests(
     ]
 
 
-def text_options(body: GenerationBody, info: EngineInfo) -> TextOptions:
+def text_options(body: GenerationBody, info: EngineInfo, shown_ids: frozenset[int] = frozenset()) -> TextOptions:
+    """shown_ids: special tokens that are text."""
     return TextOptions(
         stops=schemas.stop_strings(body),
         min_tokens=body.min_tokens or 0,
         skip_special_tokens=body.skip_special_tokens is not False,
         eos_token_ids=frozenset(() if body.ignore_eos else info.eos_token_ids),
+        shown_ids=shown_ids,
     )
 
 
@@ -119,7 +121,9 @@ async def stream(
                     if opening := begin(choice):
                         yield opening
                 if choice.is_worth_telling:
-                    yield render(choice, choice.take())
+                    telling = render(choice, choice.take())
+                    if telling or choice.is_finished:
+                        yield telling
     except ApiError:
         for choice in generation.choices:
             if choice.news.text:
@@ -179,7 +183,7 @@ def reason(choice: Choice) -> str | None:
     return choice.finish_reason if choice.finish_reason in ("stop", "length") else None
 
 
-def ending_json(choice: Choice) -> tuple[str, str]:
-    """finish_reason and stop_reason."""
-    told = reason(choice)
+def ending_json(choice: Choice, told: str | None = None) -> tuple[str, str]:
+    """finish_reason and stop_reason. told: another word for the first."""
+    told = told or reason(choice)
     return ("null", "null") if told is None else (quoted(told), json.dumps(choice.stop_reason))

@@ -8,12 +8,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from server import answers, logprobs, schemas, structured
+from server import answers, logprobs, schemas, structured, tools
 from server.generation import Choice, Generation, News
 from server.schemas import ChatBody
 from server.serving import Serving
 from server.streams import HOLE, EventStream, FrameTemplate, quoted
 from server.text import Text
+from server.tool_parsers import MARKERS
+from server.tools import Answer
 
 router = APIRouter(tags=["chat"])
 
@@ -32,12 +34,20 @@ async def create_chat_completion(request: Request, body: ChatBody) -> Response:
         "system_fingerprint": serving.fingerprint,
     }
 
+    template = serving.text.chat_template
+    form = tools.format_of(template.source if template else None, serving.settings.tool_call_parser)
+    is_single = body.parallel_tool_calls is False
+    parser = tools.parser_maker(body.tools or (), body.tool_choice, form)
+
+    def answer() -> Answer:
+        return Answer(parser() if parser else None, form, is_single=is_single)
+
     async def prepare() -> Generation:
-        await structured.check(body, serving.client)
+        await structured.check(body.form, serving.client)
         return _generation(body, serving, await _encoded(body, serving), request.state.request_hex)
 
     generation = await answers.admit(request, body.n or 1, answer_id, prepare)
-    writer = _Writer(body, head, serving.text, generation)
+    writer = _Writer(body, head, serving.text, generation, [answer() for _ in generation.choices])
     if body.stream:
         frames = answers.stream(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
         return EventStream(frames, generation.aclose, headers)
@@ -51,6 +61,7 @@ async def _encoded(body: ChatBody, serving: Serving) -> tuple[int, ...]:
         add_generation_prompt=body.add_generation_prompt is not False,
         add_special_tokens=bool(body.add_special_tokens),
         variables=body.chat_template_kwargs,
+        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
     )
     return tuple(schemas.truncated(body, token_ids, serving.client.info, None))
 
@@ -75,14 +86,20 @@ def _generation(body: ChatBody, serving: Serving, prompt: tuple[int, ...], reque
         param="messages",
         policy=answers.Policy.of(serving.settings),
     )
-    return Generation(serving.client, serving.text, requests, answers.text_options(body, info), n=body.n or 1)
+    has_calls = bool(body.tools) and body.tool_choice != "none"
+    options = answers.text_options(body, info, serving.text.ids_of(MARKERS) if has_calls else frozenset())
+    return Generation(serving.client, serving.text, requests, options, n=body.n or 1)
 
 
 class _Writer:
     """Writes one generation down as chat completions."""
 
-    def __init__(self, body: ChatBody, head: dict[str, Any], text: Text, generation: Generation) -> None:
+    def __init__(
+        self, body: ChatBody, head: dict[str, Any], text: Text, generation: Generation, spoken: list[Answer]
+    ) -> None:
+        """spoken: one a choice."""
         self._body = body
+        self._spoken = spoken
         self._head = head
         self._text = text
         self._generation = generation
@@ -108,8 +125,14 @@ class _Writer:
 
     def chunk(self, choice: Choice, news: News) -> bytes:
         entries = json.dumps(self._logprobs(news)) if self._body.logprobs else "null"
-        delta = f'{{"content": {quoted(news.text)}}}' if news.text else "{}"
-        return self._frame(choice, delta, entries, news.token_ids, answers.ending_json(choice))
+        spoken = self._spoken[choice.index]
+        content, calls = spoken.take(news.text, is_last=choice.is_finished)
+        if not (content or calls or choice.is_finished or self._body.logprobs or self._body.return_token_ids):
+            return b""
+        delta = f'{{"content": {quoted(content)}}}' if content else "{}"
+        if calls:
+            delta = json.dumps({"content": content, "tool_calls": calls} if content else {"tool_calls": calls})
+        return self._frame(choice, delta, entries, news.token_ids, answers.ending_json(choice, _reason(choice, spoken)))
 
     def whole(self) -> dict[str, Any]:
         body = self._body
@@ -126,12 +149,17 @@ class _Writer:
         return written
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        news = choice.take()
+        news, spoken = choice.take(), self._spoken[choice.index]
+        content, calls = spoken.take(news.text, is_last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            told = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+            message |= {"content": content or None, "tool_calls": told}
         written: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": news.text},
+            "message": message,
             "logprobs": self._logprobs(news) if self._body.logprobs else None,
-            "finish_reason": answers.reason(choice),
+            "finish_reason": _reason(choice, spoken),
             "stop_reason": choice.stop_reason,
         }
         return written | {"token_ids": news.token_ids} if self._body.return_token_ids else written
@@ -155,3 +183,9 @@ class _Writer:
 
     def _logprobs(self, news: News) -> dict[str, Any]:
         return logprobs.chat(news.logprobs, self._body.top_logprobs or 0, self._text, self._name)
+
+
+def _reason(choice: Choice, spoken: Answer) -> str | None:
+    """An answer that ended by itself with calls waits for what they return."""
+    told = answers.reason(choice)
+    return "tool_calls" if told == "stop" and spoken.has_calls else told

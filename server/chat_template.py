@@ -57,9 +57,13 @@ class ChatTemplate:
         messages: Iterable[Mapping[str, Any]],
         variables: Mapping[str, Any] | None = None,
         *,
+        tools: Iterable[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt, with marks. Raises ApiError 400 with what the template says against these messages."""
+        """The prompt, with marks. tools: None where there are none, as templates expect.
+
+        Raises ApiError 400 with what the template says against these messages.
+        """
         variables = variables or {}
         taken = _RESERVED.intersection(variables)
         if taken:
@@ -74,7 +78,7 @@ class ChatTemplate:
                     for message in messages
                 ],
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=None if tools is None else [self._mark(tool) for tool in tools],
                 documents=None,
                 **{name: self._mark(value) for name, value in variables.items()},
             )
@@ -101,7 +105,7 @@ class ChatTemplate:
             clean = value.replace(_OPEN, "").replace(_CLOSE, "")
             return self._control.sub(rf"{_OPEN}\g<0>{_CLOSE}", clean)
         if isinstance(value, dict):
-            return {key: self._mark(item) for key, item in value.items()}
+            return {self._mark(key): self._mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._mark(item) for item in value]
         return value

@@ -39,7 +39,7 @@ async def create_completion(request: Request, body: CompletionBody) -> Response:
     prompts: list[Prompt] = []
 
     async def prepare() -> Generation:
-        await structured.check(body, serving.client)
+        await structured.check(body.form, serving.client)
         for prompt in body.prompt:
             prompts.append(await encode(prompt, body, serving.text, serving.client.info))
         policy = answers.Policy.of(serving.settings)

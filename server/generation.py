@@ -31,6 +31,8 @@ class TextOptions:
     skip_special_tokens: bool = True
     eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a choice without being a reason of the caller's; empty when they are ignored."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are text of this request."""
 
 
 @dataclass
@@ -70,7 +72,9 @@ class Choice:
         self._options = options
         self._has_text = text.has_tokenizer
         self._special_ids = text.special_ids
-        self._detokenizer = text.detokenizer(request.prompt_token_ids, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = text.detokenizer(
+            request.prompt_token_ids, skip_special_tokens=options.skip_special_tokens, shown_ids=options.shown_ids
+        )
         self._stops = StopFilter(options.stops) if options.stops.texts else None
         self._num_chars = prompt_chars
 

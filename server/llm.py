@@ -158,7 +158,7 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, raw: schemas.RawPrompt, body: CompletionBody) -> Completion:
-        await structured.check(body, self._client)
+        await structured.check(body.form, self._client)
         prompt = await completions.encode(raw, body, self._text, self.info)
         generation = completions.generation_of(body, self._client, self._text, [prompt], uuid.uuid4().hex)
         generation.submit()

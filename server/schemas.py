@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from engine.types import EngineInfo, SamplingParams
-from server import errors
+from server import errors, tools
 from server.stops import StopStrings
-from server.structured import ResponseFormat, StructuredOutputs, grammar_of
+from server.structured import Asked, ResponseFormat, StructuredOutputs, grammar_of
 from server.text import Text
+from server.tools import MAX_TOOLS, Tool, ToolChoice
 
 DEFAULT_MAX_TOKENS = 16
 """Of completions; a chat may fill the rest of the context."""
@@ -280,12 +281,17 @@ class GenerationBody(BaseModel):
             raise errors.invalid_value(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {limit}", "min_tokens"
             )
-        if found := grammar_of(self):
+        if asked := self.form:
             # Each could leave nothing of what the grammar allows, or not let it end.
             for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
                 if getattr(self, name):
-                    raise errors.unsupported_parameter(f"{name} is not possible with {found[1]}", name)
+                    raise errors.unsupported_parameter(f"{name} is not possible with {asked[1]}", name)
         return self
+
+    @property
+    def form(self) -> Asked | None:
+        """What the answer is held to. Raises ApiError 400 for fields that ask for two things."""
+        return grammar_of(self)
 
     @property
     def token_limit(self) -> int | None:
@@ -356,7 +362,7 @@ class Message(BaseModel):
         """
         parts = self.content if isinstance(self.content, list) else ()
         content = self.content if isinstance(self.content, str) else "".join(map(_part_text, parts))
-        return self.model_dump(exclude_unset=True) | {"content": content}
+        return tools.with_parsed_arguments(self.model_dump(exclude_unset=True)) | {"content": content}
 
 
 class ChatBody(GenerationBody):
@@ -370,6 +376,21 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    """auto where there are tools."""
+    parallel_tool_calls: bool | None = None
+    """false: one call at most."""
+
+    @property
+    def form(self) -> Asked | None:
+        offered = self.tools or ()
+        tools.check(offered, self.tool_choice)
+        asked = grammar_of(self)
+        if asked is not None and offered and self.tool_choice != "none":
+            raise errors.unsupported_parameter(f"{asked[1]} is not possible with tools that may be called", asked[1])
+        call = tools.grammar(offered, self.tool_choice, is_single=self.parallel_tool_calls is False)
+        return asked if call is None else (call, "tools")
 
     @model_validator(mode="after")
     def _asks_for_logprobs(self) -> ChatBody:
@@ -412,7 +433,6 @@ _SUCCESSORS = {
 }
 
 _NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
-    **{"tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)},
     **{"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": ()},
     **{"prediction": (), "reasoning_effort": (), "verbosity": (), "store": (False,), "web_search_options": ()},
     **{
@@ -540,7 +560,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
         min_tokens=body.min_tokens or 0,
-        grammar=None if (found := grammar_of(body)) is None else found[0],
+        grammar=None if (asked := body.form) is None else asked[0],
     )
     _check_drawable(params)
     return params

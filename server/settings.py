@@ -185,6 +185,11 @@ class Settings(BaseSettings):
         Field(description="a max_tokens beyond the context is refused, or cut to what fits"),
         Option("API", "server/answers.py"),
     ] = "error"
+    tool_call_parser: Annotated[
+        Literal["hermes", "llama3_json", "mistral"] | None,
+        Field(description="how the model writes calls of tools; by default what its chat template shows"),
+        Option("API", "server/chat.py"),
+    ] = None
     strict_params: Annotated[
         bool,
         Field(description="refuse fields that nobody knows instead of naming them in x-ignored-params"),

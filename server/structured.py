@@ -104,7 +104,11 @@ class Structured(Protocol):
     def structured_outputs(self) -> StructuredOutputs | None: ...
 
 
-def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
+Asked = tuple[Grammar, str]
+"""A grammar, and the field that asks for it."""
+
+
+def grammar_of(body: Structured) -> Asked | None:
     """The grammar that the body asks for, and the field that does. Raises ApiError 400 when both fields do."""
     by_format = None if body.response_format is None else body.response_format.grammar()
     by_name = None if body.structured_outputs is None else body.structured_outputs.grammar_()
@@ -117,12 +121,11 @@ def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
     return None if by_name is None else (by_name, "structured_outputs")
 
 
-async def check(body: Structured, client: EngineClient) -> None:
+async def check(asked: Asked | None, client: EngineClient) -> None:
     """Raise ApiError 400, naming the field, for a form that no answer can have."""
-    found = grammar_of(body)
-    if found is None:
+    if asked is None:
         return
-    grammar, field = found
+    grammar, field = asked
     if not client.info.has_grammars:
         raise errors.unsupported_parameter(f"{field} is not possible: this model has no tokens to match with it", field)
     try:

@@ -142,6 +142,7 @@ class Text:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Render and encode; control tokens spelled in the conversation are plain text. Raises ApiError 400."""
         if self.chat_template is None:
@@ -154,6 +155,7 @@ class Text:
             rendered = self.chat_template.render(
                 [message.for_template() for message in messages],
                 variables,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
             )
             if max_model_len is not None:
@@ -163,7 +165,7 @@ class Text:
                 token_ids += self.encode(piece, add_special_tokens=add_special_tokens and not token_ids)
             return token_ids
 
-        size = sum(_num_characters(message.content) for message in messages)
+        size = sum(_num_characters(message.content) for message in messages) + (len(json.dumps(tools)) if tools else 0)
         if max_model_len is not None and size > _BYTES_PER_TOKEN * max_model_len:
             raise _hopeless(size, max_model_len, "messages")
         if size + len(messages) * 64 <= _LONGEST_ON_LOOP:
@@ -177,13 +179,27 @@ class Text:
         detokenizer = self.detokenizer((), skip_special_tokens=skip_special_tokens)
         return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
 
-    def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For what follows `context`, which decides whether a first space is text and may end in half a character."""
+    def ids_of(self, tokens: Sequence[str]) -> frozenset[int]:
+        """Of those that are tokens of this model."""
+        found = [] if self._tokenizer is None else [self._tokenizer.token_to_id(token) for token in tokens]
+        return frozenset(token_id for token_id in found if token_id is not None)
+
+    def detokenizer(
+        self,
+        context: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """For what follows `context`, which decides whether a first space is text and may end in half a character.
+
+        shown_ids: special tokens that are not skipped, where the tokenizer's own decoder is not needed.
+        """
         if self._tokenizer is None:
             return _Silent()
         if not self._is_joining:
             return WindowDetokenizer(self._tokenizer, skip_special_tokens, context)
-        hidden_ids = self.special_ids if skip_special_tokens else frozenset()
+        hidden_ids = self.special_ids - shown_ids if skip_special_tokens else frozenset()
         return JoiningDetokenizer(self._pieces, hidden_ids, self._stripped_spaces, context)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -11,6 +11,7 @@ from server import errors, schemas
 from server.schemas import Count, Message
 from server.serving import Serving
 from server.text import Text
+from server.tools import MAX_TOOLS, Tool
 
 router = APIRouter(tags=["tokens"])
 
@@ -45,6 +46,7 @@ class TokenizeBody(BaseModel):
     """Each token with its text, or with its bytes where they are no text by themselves."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -107,6 +109,7 @@ async def _ids(body: TokenizeBody, text: Text) -> list[int]:
             add_generation_prompt=body.add_generation_prompt is not False,
             add_special_tokens=bool(body.add_special_tokens),
             variables=body.chat_template_kwargs,
+            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
         )
     asked = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
     if body.prompt is not None:

@@ -132,7 +132,7 @@ def test_stop_strings_and_limits_act_as_in_completions(server: LiveServer) -> No
         ({"messages": "hi"}, "messages"),
         (say("a", top_logprobs=2), "top_logprobs"),
         (say("a", logprobs=True, top_logprobs=21), "top_logprobs"),
-        (say("a", tools=[{"type": "function"}]), "tools"),
+        (say("a", tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
         (say("a", response_format={"type": "json_object"}), "response_format"),
         (say([{"type": "image_url", "image_url": {"url": "x"}}]), "messages"),
         (say("a", chat_template_kwargs={"messages": []}), "chat_template_kwargs"),

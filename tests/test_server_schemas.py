@@ -310,7 +310,7 @@ def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
         (completion(regex="a+"), "regex"),
         (completion(guided_json={}), "guided_json"),
         (completion(prompt_embeds="x"), "prompt_embeds"),
-        (chat(tools=[{"type": "function"}]), "tools"),
+        (chat(functions=[{"name": "f"}]), "functions"),
         (chat(chat_template="x"), "chat_template"),
         (chat(modalities=["audio"]), "modalities"),
     ],
@@ -361,5 +361,6 @@ def test_parts_of_text_become_one_text_and_other_parts_are_refused() -> None:
 
 
 def test_other_fields_of_a_message_reach_the_template() -> None:
-    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    calls = [{"id": "1", "function": {"name": "f", "arguments": {}}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
     assert chat(messages=[message]).messages[0].for_template() == message | {"content": ""}
