@@ -24,6 +24,7 @@ from engine.executor_options import ExecutorOptions
 from engine.grammar import Grammars
 from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
+from engine.tier_setup import position_record, tiers_below, weights_digest
 from engine.types import EngineInfo, GenerationDefaults
 from static_graphs.loading import default_model, export_tokenizer, must_convert
 from static_graphs.model import LoadedModel, ModelLoadError, load_model
@@ -56,6 +57,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
             max_model_len=config.max_model_len,
             seed=config.seed,
         )
+        tier_names = _tier_names(config, model)  # of the weights as they were loaded
         if not config.enforce_eager:
             _quicken(model)
         tokenizer_dir, num_token_ids = _export_tokenizer(name)
@@ -102,7 +104,16 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         created_s=int(time.time()),
     )
     has_prefixes = config.prefix_cache and config.cache == "cells"
-    return EngineLoop(executor, limits, prefix_cache=has_prefixes, grammars=grammars), info
+    make_tiers = tiers_below(config, executor.cache_control, *tier_names, device)
+    loop = EngineLoop(executor, limits, prefix_cache=has_prefixes, make_tiers=make_tiers, grammars=grammars)
+    return loop, info
+
+
+def _tier_names(config: EngineConfig, model: LoadedModel) -> tuple[str, str]:
+    """What tells this model's K/V from another's. Weights are read for it only where K/V may outlive the process."""
+    outlives = config.kv_disk is not None or config.kv_redis is not None
+    weights = weights_digest(model.module) if outlives else "this process"
+    return weights, position_record(model.module, model.max_model_len)
 
 
 def _quicken(model: LoadedModel) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import ConfigError, RequestTooLarge, RequestTooLong
@@ -52,6 +52,17 @@ class EngineConfig:
     prefix_cache: bool = True
     """Sessions begin with what earlier ones have computed. The single cache has nothing to share, and ignores it."""
 
+    kv_host_gib: float | None = None
+    """Pinned host memory for prefixes that leave the pool; None: they are forgotten, and there are no tiers below."""
+    kv_disk: str | None = None
+    """A folder of this server's own, for what may outlive it."""
+    kv_disk_gib: float | None = None
+    """The most that folder may hold."""
+    kv_redis: str | None = field(default=None, repr=False)
+    """redis://, rediss:// or unix:// URL, which may hold a password."""
+    kv_chunk_tokens: int = 64
+    """Tokens that tiers keep together; doubled until they are 1 MiB."""
+
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model is empty: give a folder or a hub id")
@@ -66,6 +77,7 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}: it must be above 0")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must lie in (0, 1]")
+        self._check_tiers()
         if self.cache not in ("cells", "single"):
             raise ConfigError(f"cache is {self.cache!r}: it must be cells or single")
         if self.cache == "single" and self.max_num_seqs not in (None, 1):
@@ -81,6 +93,25 @@ class EngineConfig:
                 raise ConfigError("widths is empty: give at least one, e.g. 1,2,4,8")
             if any(width < 1 for width in self.widths) or list(self.widths) != sorted(set(self.widths)):
                 raise ConfigError(f"widths are {self.widths}: they must be positive, ascending and different")
+
+    def _check_tiers(self) -> None:
+        for name in ("kv_host_gib", "kv_disk_gib"):
+            size = getattr(self, name)
+            if size is not None and size <= 0:
+                raise ConfigError(f"{name} is {size}: it must be above 0")
+        if (self.kv_disk is None) != (self.kv_disk_gib is None):
+            raise ConfigError("kv_disk and kv_disk_gib go together: a folder, and the most it may hold")
+        below = "kv_disk" if self.kv_disk is not None else "kv_redis" if self.kv_redis is not None else None
+        if self.kv_host_gib is None and below is not None:
+            raise ConfigError(f"{below} needs kv_host_gib: K/V goes there and back through host memory")
+        if self.kv_host_gib is not None and not self.prefix_cache:
+            raise ConfigError("kv_host_gib keeps prefixes, but prefix_cache is off: use one without the other")
+        if self.kv_host_gib is not None and self.cache == "single":
+            raise ConfigError("kv_host_gib keeps prefixes, which the single cache does not have: use --cache cells")
+        if self.kv_chunk_tokens not in (16, 32, 64, 128, 256):
+            raise ConfigError(f"kv_chunk_tokens is {self.kv_chunk_tokens}: it must be 16, 32, 64, 128 or 256")
+        if self.kv_redis is not None and not self.kv_redis.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigError("kv_redis must begin with redis://, rediss:// or unix://")
 
     @property
     def num_seqs(self) -> int:

@@ -10,8 +10,9 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from cache.radix import RadixTree
 from engine.errors import GrammarRefused, SessionsExhausted, StepFailed
 from engine.executor import Executor, InFlight
 from engine.prefix import PrefixCache
@@ -31,10 +32,15 @@ from engine.types import (
     Update,
 )
 
+if TYPE_CHECKING:
+    from engine.kv_tiers import KvTiers
+
 GRAMMAR_COMPILE_S = 10.0
 """A request whose grammar is not compiled by then fails."""
 _GRAMMAR_WAIT_S = 0.02
 """How long an idle turn waits for one, deaf to new requests."""
+_TIER_WAIT_S = 0.002
+"""How long a turn that can run nothing waits for a prefix from a tier."""
 
 
 class Preparing(Protocol):
@@ -54,14 +60,16 @@ class EngineLoop:
         limits: SchedulerLimits,
         *,
         prefix_cache: bool = True,
+        make_tiers: Callable[[RadixTree], KvTiers] | None = None,
         grammars: Preparing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """grammars: None where requests with a grammar need no preparation, or never come."""
+        """make_tiers: where prefixes go that the pool has no room for; None: nowhere.
+        grammars: None where requests with a grammar need no preparation, or never come."""
         self._executor = executor
         self._grammars = grammars
         self._preparing: list[tuple[Session, Future[Any], float]] = []  # not yet queued; until when they may take
-        self._prefixes = PrefixCache(executor, is_on=prefix_cache)
+        self._prefixes = PrefixCache(executor, is_on=prefix_cache, make_tiers=make_tiers)
         self._scheduler = Scheduler(limits)
         self._clock = clock
         self._requests: dict[str, list[Session]] = {}  # open choices of each request
@@ -104,7 +112,7 @@ class EngineLoop:
             future = self._grammars.prepare(request.sampling.grammar)
             self._preparing.append((stem, future, self._clock() + GRAMMAR_COMPILE_S))
         else:
-            self._scheduler.add_waiting(stem)
+            self._queue(stem)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End every open choice of the request, or one. Unknown and finished ones are ignored.
@@ -124,7 +132,8 @@ class EngineLoop:
 
     def has_work(self) -> bool:
         """Whether another `step` would do anything."""
-        return bool(self._updates or self._preparing) or not self._scheduler.is_empty or self._in_flight is not None
+        is_waiting = self._preparing or self._prefixes.is_busy
+        return bool(self._updates or is_waiting) or not self._scheduler.is_empty or self._in_flight is not None
 
     def stats(self) -> EngineStats:
         """A snapshot; sums only grow."""
@@ -151,6 +160,7 @@ class EngineLoop:
         started = self._clock()
         self._expire()
         self._queue_prepared()
+        self._prefixes.poll()
         ahead, self._in_flight = self._in_flight, None
         preempted = self._make_room()
         launched = self._launch_next()
@@ -163,6 +173,9 @@ class EngineLoop:
             self._collect(ahead)
             self._steps += 1
             self._step_time_s += self._clock() - started
+        elif launched is None and self._prefixes.is_busy:
+            if not self._updates:
+                self._prefixes.wait(_TIER_WAIT_S)
         elif launched is None and not (self._scheduler.is_empty or self._updates or preempted):
             raise RuntimeError(
                 f"nothing can run: {self._scheduler.num_waiting} waiting and {self._scheduler.num_running} running "
@@ -170,6 +183,10 @@ class EngineLoop:
             )
         updates, self._updates = self._updates, []
         return updates
+
+    def _queue(self, session: Session) -> None:
+        self._scheduler.add_waiting(session)
+        self._prefixes.expect(session)
 
     def _queue_prepared(self) -> None:
         """Queue those whose grammar is compiled. Waits for one, for a moment, only when there is nothing else to do."""
@@ -186,7 +203,7 @@ class EngineLoop:
                 continue
             error = future.exception() if future.done() else GrammarRefused("compiling it takes too long")
             if error is None:
-                self._scheduler.add_waiting(session)
+                self._queue(session)
             else:
                 self._finish(session, "failed", error=str(error), code="grammar_refused")
 

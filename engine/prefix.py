@@ -13,14 +13,18 @@ a fork, its end. Where the tree has got the same tokens meanwhile, the session l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cache.radix import Lease, RadixTree, Tokens, common_length
 from engine.executor import Executor
 from engine.sessions import Session
+
+if TYPE_CHECKING:
+    from engine.kv_tiers import KvTiers
 
 WORTH_WAITING_TOKENS = 16
 """A session waits for another one's prefill only when it is spared at least as many."""
@@ -37,11 +41,21 @@ class Wait:
 class PrefixCache:
     """The executor's cells as the loop sees them: what is free, and what the tree would let go."""
 
-    def __init__(self, executor: Executor[Any], *, is_on: bool = True) -> None:
-        """Off: sessions share nothing but forks' prompts, and closed ones leave nothing behind."""
+    def __init__(
+        self,
+        executor: Executor[Any],
+        *,
+        is_on: bool = True,
+        make_tiers: Callable[[RadixTree], KvTiers] | None = None,
+    ) -> None:
+        """Off: sessions share nothing but forks' prompts, and closed ones leave nothing behind.
+
+        make_tiers: what keeps prefixes that the pool has no room for; None: nothing does.
+        """
         self._executor = executor
         self._is_on = is_on
         self._tree = RadixTree(executor)
+        self._tiers = make_tiers(self._tree) if make_tiers is not None and is_on else None
         self._leases: dict[Session, Lease] = {}  # of every session that is open in the executor
         self._tokens: dict[Session, Tokens] = {}  # a session's tokens as an array; may be behind its list
         self._waits: dict[Session, Wait] = {}
@@ -56,6 +70,28 @@ class PrefixCache:
         """Cells that only the tree holds."""
         return self._tree.num_evictable
 
+    # --- tiers below the pool ---------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether prefixes are on their way between the pool and the tiers."""
+        return self._tiers is not None and self._tiers.is_busy
+
+    def poll(self) -> None:
+        """Go on with what is on its way. Once a turn."""
+        if self._tiers is not None:
+            self._tiers.poll()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something may have arrived; for a turn that can run nothing."""
+        if self._tiers is not None:
+            self._tiers.wait(timeout_s)
+
+    def expect(self, session: Session) -> None:
+        """The session is queued: begin to fetch what it may begin with."""
+        if self._tiers is not None:
+            self._tiers.expect(session, session.request.cache_salt, self._reusable(session))
+
     # --- before a session runs --------------------------------------------------------------------------------------
 
     def shared_tokens(self, session: Session) -> int:
@@ -65,7 +101,9 @@ class PrefixCache:
         return self._tree.match(session.request.cache_salt, tokens).num_locked
 
     def must_wait(self, session: Session) -> bool:
-        """Whether a running session is computing a prefix of this waiting one, so that it will be there for nothing."""
+        """Whether a prefix of this waiting session is coming for nothing: from a running one, or from a tier."""
+        if self._tiers is not None and self._tiers.must_wait(session):
+            return True
         wait = self._waits.get(session)
         if wait is None or not self._is_coming(wait):
             wait = self._find_wait(session)
@@ -97,7 +135,7 @@ class PrefixCache:
             self._tree.release(lease)
             raise
         self._leases[session] = lease
-        self._waits.pop(session, None)
+        self._forget_waits(session)
         session.begin_at(lease.length)
 
     def fork(self, stem: Session, fork: Session) -> None:
@@ -128,6 +166,8 @@ class PrefixCache:
         assert session.executor_id is not None
         if keep and self._is_on:
             self._publish(session, lease, is_leaving=True)
+            if self._tiers is not None:
+                self._tiers.keep(session.request.cache_salt, self._tokens_of(session)[: lease.length], lease)
         self._executor.close_session(session.executor_id)
         self._tree.release(lease)
         session.executor_id = None
@@ -135,7 +175,12 @@ class PrefixCache:
     def forget(self, session: Session) -> None:
         """The session has ended and will not come back."""
         self._tokens.pop(session, None)
+        self._forget_waits(session)
+
+    def _forget_waits(self, session: Session) -> None:
         self._waits.pop(session, None)
+        if self._tiers is not None:
+            self._tiers.forget(session)
 
     # --- room -------------------------------------------------------------------------------------------------------
 

@@ -120,6 +120,31 @@ class Settings(BaseSettings):
         Field(description="keep what finished requests computed, and begin with it where a prompt begins the same"),
         Option("cache", "engine/build.py"),
     ] = True
+    kv_host_gib: Annotated[
+        float | None,
+        Field(gt=0, description="host memory for prefixes that leave the K/V cache (not given: they are forgotten)"),
+        Option("cache", "engine/tier_setup.py", "GiB"),
+    ] = None
+    kv_disk: Annotated[
+        str | None,
+        Field(description="folder of this server's own for prefixes that outlive it; needs the two sizes"),
+        Option("cache", "engine/tier_setup.py"),
+    ] = None
+    kv_disk_gib: Annotated[
+        float | None,
+        Field(gt=0, description="the most that folder may hold"),
+        Option("cache", "engine/tier_setup.py", "GiB"),
+    ] = None
+    kv_redis: Annotated[
+        SecretStr | None,
+        Field(description="redis://, rediss:// or unix:// URL for prefixes; needs --kv-host-gib and the redis package"),
+        Option("cache", "engine/tier_setup.py"),
+    ] = None
+    kv_chunk_tokens: Annotated[
+        int,
+        Field(ge=16, le=256, description="tokens that the tiers keep together: 16, 32, 64, 128 or 256"),
+        Option("cache", "engine/tier_setup.py", "tokens"),
+    ] = 64
     max_num_seqs: Annotated[
         int | None,
         Field(ge=1, description="sequences that run at once (not given: 256, or 1 with --cache single)"),
@@ -310,6 +335,11 @@ class Settings(BaseSettings):
             widths=self.widths,
             enforce_eager=self.enforce_eager,
             prefix_cache=self.prefix_cache,
+            kv_host_gib=self.kv_host_gib,
+            kv_disk=self.kv_disk,
+            kv_disk_gib=self.kv_disk_gib,
+            kv_redis=None if self.kv_redis is None else self.kv_redis.get_secret_value(),
+            kv_chunk_tokens=self.kv_chunk_tokens,
         )
 
 
@@ -399,7 +429,7 @@ def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
     else:
         name = f"{source}: {field}"
     # A secret's value stays out of messages.
-    value = "" if field == "api_key" else f" is {problem['input']!r}"
+    value = "" if field in ("api_key", "kv_redis") else f" is {problem['input']!r}"
     text = problem["msg"]
     return f"{name}{value}: {text[:1].lower()}{text[1:]}"
 

@@ -167,6 +167,10 @@ def test_every_engine_option_reaches_the_engine() -> None:
         enforce_eager=True,
         prefix_cache=False,
     )
+    tiers = {"kv_host_gib": "2", "kv_disk": "/kv", "kv_disk_gib": "9", "kv_redis": "unix:///r", "kv_chunk_tokens": "32"}
+    config = load(tiers).settings.to_engine_config()
+    assert (config.kv_host_gib, config.kv_disk, config.kv_disk_gib) == (2.0, "/kv", 9.0)
+    assert (config.kv_redis, config.kv_chunk_tokens) == ("unix:///r", 32)
     assert load({"kv_cache_gib": "1.5"}).settings.to_engine_config().kv_cache_gib == 1.5
     assert set(EngineConfig.__slots__) <= set(Settings.model_fields), "an engine option that nobody can set"
 

@@ -44,12 +44,17 @@ class DiskTier:
         layout: Layout,
         capacity_bytes: int,
         *,
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int | None = None,
     ) -> None:
-        """Reads the heads of what is there. Raises InvalidConfig: not a folder one may write, in use, or too small."""
+        """Reads the heads of what is there. segment_bytes: by default 1 GiB, or an eighth of a small cap.
+
+        Raises InvalidConfig: not a folder one may write, in use, or too small.
+        """
         self._layout = layout
         self._capacity_bytes = capacity_bytes
         self._slot_bytes = -(-layout.record_bytes // PAGE_BYTES) * PAGE_BYTES
+        if segment_bytes is None:
+            segment_bytes = min(SEGMENT_BYTES, capacity_bytes // 8)
         self._segment_slots = max(1, segment_bytes // self._slot_bytes)
         self._folder = folder
         self._own = folder / layout.namespace.hex()

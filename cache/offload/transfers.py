@@ -123,6 +123,11 @@ class Transfers:
         """Chunks under way, both directions."""
         return self._stores.in_flight + self._loads.in_flight
 
+    @property
+    def can_store(self) -> bool:
+        """Whether `store` has a free ring slot."""
+        return self._stores.in_flight < self._stores.staging.max_batch_size
+
     def store(self, cells: npt.ArrayLike, host: torch.Tensor, *, gathered: Callback, done: Callback) -> bool:
         """Copy one chunk's K/V, as the caller's stream leaves it, into `host` [chunk_bytes] u8.
 

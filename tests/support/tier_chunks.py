@@ -50,6 +50,9 @@ class FakeTier:
     def corrupt(self, chunk: Chunk) -> None:
         self._corrupt.add(chunk.key)
 
+    def corrupt_all(self) -> None:
+        self._corrupt.update(self.records)
+
     def hold(self) -> None:
         self._gate.clear()
 

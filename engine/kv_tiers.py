@@ -1,0 +1,267 @@
+"""Prefixes below the pool: what ended sessions computed goes down to the tiers, what waiting ones need comes up.
+
+Works on the prefix tree alone. Going down, a lease keeps a path's cells from eviction until they are copied. Coming up,
+chunks are fetched into host memory while their session waits, then loaded into cells that nobody else has, which then
+enter the tree; so a session finds them there like any other prefix, and knows nothing of tiers.
+
+    queued ──fetch──> in host memory ──load──> in the tree ──> admitted
+
+A tier that has nothing, fails or takes too long costs the session nothing but that wait. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cache.cell_cache import CellCache
+from cache.cells import I32
+from cache.geometry import CacheFull, CacheMemoryError
+from cache.offload.chunks import Chunk, Namespace, chunks_of
+from cache.offload.store import Prefetch, Store
+from cache.offload.transfers import Transfers
+from cache.radix import Lease, RadixTree, Tokens
+
+FETCH_S = 2.0
+"""A session waits for its prefix no longer; what has arrived by then is used."""
+PRESSURE = 8
+"""Copies down are given up when less than this part of the pool is free or may be evicted: 1 / 8."""
+
+
+@dataclass(eq=False, slots=True)
+class _Fetch:
+    """A waiting session's prefix on its way up."""
+
+    salt: str | None
+    tokens: Tokens
+    chunks: list[Chunk]
+    job: Prefetch
+    until: float
+    is_loading: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """Chunks [first, last) of a fetch on their way into adopted cells."""
+
+    fetch: _Fetch
+    lease: Lease
+    """On what the tree has of the prefix; it ends inside chunk `first` or before it."""
+    cells: I32
+    first: int
+    last: int
+    next: int
+    landed: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Keep:
+    """A path of the tree on its way down."""
+
+    lease: Lease
+    chunks: list[Chunk]
+    cells: I32
+    next: int = 0
+    gathering: int = 0
+    """Copies that still read its cells."""
+
+
+class KvTiers:
+    """One tree's way to one store."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        cache: CellCache,
+        store: Store,
+        transfers: Transfers,
+        namespace: Namespace,
+        chunk_tokens: int,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tree = tree
+        self._cache = cache
+        self._store = store
+        self._transfers = transfers
+        self._namespace = namespace
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self._fetches: dict[Hashable, _Fetch] = {}  # by session
+        self._loads: list[_Load] = []
+        self._keeps: deque[_Keep] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `poll` has something to wait for."""
+        return bool(self._fetches or self._loads or self._keeps or self._transfers.in_flight)
+
+    def poll(self) -> None:
+        """Go on with everything that is under way. Never waits."""
+        self._transfers.poll()
+        for load in list(self._loads):
+            self._go_on_loading(load)
+        self._go_on_keeping()
+
+    def wait(self, timeout_s: float) -> None:
+        """For a turn that has nothing else to do: until a fetch is done, for a moment at most."""
+        for fetch in self._fetches.values():
+            if not fetch.job.is_done:
+                fetch.job.wait(timeout_s)
+                return
+
+    # --- up -----------------------------------------------------------------------------------------------------------
+
+    def expect(self, session: Hashable, salt: str | None, tokens: Tokens) -> None:
+        """The session is queued and may begin with `tokens`: fetch what the tree lacks of them."""
+        chunks = self._chunks(salt, tokens)
+        if len(chunks) * self._chunk_tokens <= self._tree.match(salt, tokens).length:
+            return
+        job = self._store.prefetch(chunks, deadline_s=FETCH_S)
+        self._fetches[session] = _Fetch(salt, tokens, chunks, job, self._clock() + FETCH_S)
+
+    def must_wait(self, session: Hashable) -> bool:
+        """Whether a prefix of the waiting session is on its way. Begins to load what has been fetched."""
+        fetch = self._fetches.get(session)
+        if fetch is None:
+            return False
+        if not fetch.is_loading:
+            if not fetch.job.is_done and self._clock() < fetch.until:
+                return True
+            if not self._begin_loading(fetch):
+                self.forget(session)
+                return False
+            self.poll()
+        if any(load.fetch is fetch for load in self._loads):
+            return True
+        self.forget(session)
+        return False
+
+    def forget(self, session: Hashable) -> None:
+        """The session waits no longer. A load that is under way still lands in the tree."""
+        fetch = self._fetches.pop(session, None)
+        if fetch is not None and not any(load.fetch is fetch for load in self._loads):
+            fetch.job.close()
+
+    def _begin_loading(self, fetch: _Fetch) -> bool:
+        """False: there is nothing that the tree lacks, or no room for it."""
+        last = fetch.job.arrived
+        lease = self._tree.acquire(fetch.salt, fetch.tokens[: last * self._chunk_tokens])
+        first = lease.length // self._chunk_tokens
+        cells = self._adopt((last - first) * self._chunk_tokens) if first < last else None
+        if cells is None:
+            self._tree.release(lease)
+            return False
+        fetch.is_loading = True
+        self._loads.append(_Load(fetch, lease, cells, first, last, first))
+        return True
+
+    def _go_on_loading(self, load: _Load) -> None:
+        while load.next < load.last:
+            chunk = load.fetch.chunks[load.next]
+            memory = self._store.host.hold(chunk)
+            assert memory is not None, "the fetch holds what has arrived"
+            start = (load.next - load.first) * self._chunk_tokens
+
+            def done(chunk: Chunk = chunk) -> None:
+                self._store.host.release(chunk)
+                load.landed += 1
+
+            if not self._transfers.load(memory, load.cells[start : start + self._chunk_tokens], done=done):
+                self._store.host.release(chunk)
+                break
+            load.next += 1
+            self._transfers.poll()
+        if load.landed == load.last - load.first:
+            self._finish_loading(load)
+
+    def _finish_loading(self, load: _Load) -> None:
+        """Give the tree the loaded cells that it still lacks; the others are free again."""
+        tokens = load.fetch.tokens[: load.last * self._chunk_tokens]
+        known = self._tree.cells_past(load.lease, tokens)
+        own = load.cells[load.lease.length - load.first * self._chunk_tokens :]
+        self._tree.extend(load.lease, tokens, np.concatenate((known, own[known.size :])))
+        self._cache.release_cells(load.cells)
+        self._tree.release(load.lease)
+        self._loads.remove(load)
+        load.fetch.job.close()
+
+    def _adopt(self, count: int) -> I32 | None:
+        """Cells that only we hold, for K/V that no forward computes. None: there is no room beside what is running."""
+        missing = count - self._cache.free_cells
+        if missing > self._tree.num_evictable:
+            return None
+        if missing > 0:
+            self._tree.evict(missing)
+        try:
+            seq = self._cache.seq_new()
+        except CacheFull:
+            return None
+        try:
+            widest = self._cache.config.max_write
+            for start in range(0, count, widest):
+                width = min(widest, count - start)
+                self._cache.declare_step(np.full(width, seq, np.int32))
+                self._cache.prepare_step(width)
+                self._cache.commit_step()
+            cells = self._cache.cells_of(seq)
+            self._cache.hold_cells(cells)
+        except (CacheFull, CacheMemoryError):
+            return None
+        finally:
+            self._cache.seq_rm(seq)
+        return cells
+
+    # --- down ---------------------------------------------------------------------------------------------------------
+
+    def keep(self, salt: str | None, tokens: Tokens, lease: Lease) -> None:
+        """Copy down what the tiers lack of a path of the tree. `tokens` is the lease's path."""
+        chunks = self._chunks(salt, tokens)
+        if chunks:
+            cells = self._tree.cells(lease)
+            self._keeps.append(_Keep(self._tree.share(lease), chunks, cells))
+            self._go_on_keeping()
+
+    def _go_on_keeping(self) -> None:
+        room = self._cache.free_cells + self._tree.num_evictable
+        is_short = room * PRESSURE < self._cache.capacity_cells
+        for keep in list(self._keeps):
+            if is_short:
+                keep.next = len(keep.chunks)
+            self._copy_down(keep)
+            if keep.next == len(keep.chunks) and not keep.gathering:
+                self._tree.release(keep.lease)
+                self._keeps.remove(keep)
+
+    def _copy_down(self, keep: _Keep) -> None:
+        while keep.next < len(keep.chunks) and self._transfers.can_store:
+            chunk = keep.chunks[keep.next]
+            if self._store.host.hold(chunk) is not None:
+                self._store.host.release(chunk)  # it was used now
+                keep.next += 1
+                continue
+            memory = self._store.reserve(chunk)
+            if memory is None:  # no room, or another is at it: what follows would be of no use
+                keep.next = len(keep.chunks)
+                return
+            start = keep.next * self._chunk_tokens
+
+            def gathered() -> None:
+                keep.gathering -= 1
+
+            keep.gathering += 1
+            keep.next += 1
+            self._transfers.store(
+                keep.cells[start : start + self._chunk_tokens],
+                memory,
+                gathered=gathered,
+                done=lambda chunk=chunk: self._store.publish(chunk),  # type: ignore[misc]
+            )
+            self._transfers.poll()
+
+    def _chunks(self, salt: str | None, tokens: Tokens) -> list[Chunk]:
+        name = "" if salt is None else f"salt {salt}"  # no salt is not the empty one
+        return chunks_of(replace(self._namespace, salt=name), tokens, self._chunk_tokens)

@@ -1,0 +1,110 @@
+"""Options and a model -> the tiers below the pool, and the record of what their bytes depend on."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from cache.cell_cache import CellCache
+from cache.geometry import CacheMemoryError, InvalidConfig
+from cache.offload.chunks import Namespace, fitting_chunk_tokens, geometry_record
+from cache.offload.disk import DiskTier
+from cache.offload.groups import Groups
+from cache.offload.host import HostSlab
+from cache.offload.records import Layout
+from cache.offload.redis_tier import RedisTier
+from cache.offload.store import Store
+from cache.offload.tiers import Tier
+from cache.offload.transfers import Transfers
+from cache.radix import RadixTree
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kv_tiers import KvTiers
+
+GIB = 1 << 30
+_PART_WORDS = 1 << 24
+"""Bounds the memory that the sums over a weight take."""
+
+logger = logging.getLogger(__name__)
+
+
+def tiers_below(
+    config: EngineConfig, cache: CellCache, weights: str, positions: str, device: torch.device
+) -> Callable[[RadixTree], KvTiers] | None:
+    """What joins a tree to the configured tiers; None where there are none.
+
+    weights, positions: of `weights_digest` and `position_record`. Raises ConfigError for tiers that cannot be had. They
+    are closed with the process, behind a last chance to copy down what is dirty.
+    """
+    if config.kv_host_gib is None:
+        return None
+    kv_dtype = cache.config.kv_dtype
+    chunk_tokens = fitting_chunk_tokens(cache.geometry, kv_dtype, config.kv_chunk_tokens)
+    # Whole chunks: a hit may end inside one, where a window's tail alone would be of no use.
+    groups = Groups.of(cache.geometry, kv_dtype, chunk_tokens, separate=False, full_windows=True)
+    transfers = Transfers(cache.pool, groups, device)
+    namespace = Namespace(
+        weights=weights,
+        dtype=str(kv_dtype).removeprefix("torch."),
+        geometry=geometry_record(cache.geometry),
+        rope=positions,
+    )
+    layout = Layout(namespace.digest, chunk_tokens, transfers.chunk_bytes)
+    try:
+        host = HostSlab(transfers.chunk_bytes, int(config.kv_host_gib * GIB), pinned=device.type == "cuda")
+        tiers: list[Tier] = []
+        if config.kv_disk is not None and config.kv_disk_gib is not None:
+            tiers.append(DiskTier(Path(config.kv_disk), namespace, layout, int(config.kv_disk_gib * GIB)))
+        if config.kv_redis is not None:
+            tiers.append(RedisTier(config.kv_redis, layout))
+    except (InvalidConfig, CacheMemoryError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    except ImportError as error:
+        raise ConfigError("kv_redis needs the redis package: pip install redis") from error
+    store = Store(host, tiers)
+    atexit.register(store.close)
+    logger.info(
+        "prefixes that leave the pool go to %s, %d tokens (%d bytes) together",
+        " and ".join([host.name, *(tier.name for tier in tiers)]),
+        chunk_tokens,
+        transfers.chunk_bytes,
+    )
+    return lambda tree: KvTiers(tree, cache, store, transfers, namespace, chunk_tokens, clock=time.monotonic)
+
+
+def weights_digest(module: torch.nn.Module) -> str:
+    """Of every parameter and buffer: name, shape, dtype, and two sums over all of its bytes, one of them by place."""
+    digest = blake2b(digest_size=16)
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} {_sums(tensor)}\n".encode())
+    return digest.hexdigest()
+
+
+def position_record(module: torch.nn.Module, max_model_len: int) -> str:
+    """The model's own description, which says how it turns positions into angles, and the length it was loaded for."""
+    described = getattr(module, "config", None)
+    fields = {} if described is None else described.to_dict()
+    fields.pop("_name_or_path", None)  # the same model from another folder is the same model
+    record = json.dumps(fields, sort_keys=True, default=str)
+    return f"{blake2b(record.encode(), digest_size=16).hexdigest()} up to {max_model_len}"
+
+
+def _sums(tensor: torch.Tensor) -> tuple[int, ...]:
+    if not tensor.numel():
+        return ()
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    width = next(width for width in (8, 4, 2, 1) if raw.numel() % width == 0)
+    words = raw.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+    sums = []
+    for start in range(0, words.numel(), _PART_WORDS):
+        part = words[start : start + _PART_WORDS]
+        placed = torch.arange(1, 2 * part.numel(), 2, dtype=torch.int64, device=part.device)
+        sums += [int(part.sum(dtype=torch.int64)), int((part.to(torch.int64) * placed).sum())]
+    return tuple(sums)

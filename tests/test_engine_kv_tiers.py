@@ -1,0 +1,256 @@
+"""Tiers below the pool: the same tokens with and without, hits from host memory and disk, faults cost hits only."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cache.offload.chunks import Namespace, geometry_record
+from cache.offload.disk import DiskTier
+from cache.offload.groups import Groups
+from cache.offload.host import HostSlab
+from cache.offload.records import Layout
+from cache.offload.store import Store
+from cache.offload.tiers import Tier
+from cache.offload.transfers import CopyStream, InlineStream, Transfers
+from engine.kv_tiers import KvTiers
+from support.looped import Engine
+from support.poison import poison_free_cells
+from support.tier_chunks import FakeTier
+from support.toy_decoder import CONTEXT, VOCAB, ToyDecoder
+from support.toy_executor import toy_executor
+
+GREEDY = {"temperature": 0.0}
+CHUNK = 16
+CPU = torch.device("cpu")
+WAIT_S = 10
+
+
+class LaggingStream:
+    """Copies count as finished some questions later, as on a device."""
+
+    def use(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> Callable[[], bool]:
+        asked = iter(range(1 << 30))
+        return lambda: next(asked) >= 3
+
+
+class Tiered(Engine):
+    """The toy decoder's engine over tiers, with NaN in every free cell before each step."""
+
+    def __init__(
+        self,
+        model: ToyDecoder,
+        *tiers: Tier,
+        slots: int = 64,
+        cells: int = 255,
+        seqs: int = 8,
+        stream: Callable[[], CopyStream] = InlineStream,
+        folder: Path | None = None,
+    ) -> None:
+        executor = toy_executor(model, capacity_cells=cells)
+        cache = executor.cache_control
+        groups = Groups.of(model.geometry, torch.float32, CHUNK, separate=False, full_windows=True)
+        transfers = Transfers(cache.pool, groups, CPU, ring_slots=2, make_stream=stream)
+        space = Namespace("toy", "float32", geometry_record(model.geometry), "table")
+        if folder is not None:
+            layout = Layout(space.digest, CHUNK, transfers.chunk_bytes)
+            tiers = (DiskTier(folder, space, layout, 8 << 20),)
+        self.transfers = transfers
+        self.store = Store(HostSlab(transfers.chunk_bytes, slots * transfers.chunk_bytes), tiers)
+        super().__init__(
+            executor,
+            seqs=seqs,
+            budget=24,
+            chunk=8,
+            clock=time.monotonic,
+            make_tiers=lambda tree: KvTiers(tree, cache, self.store, transfers, space, CHUNK, clock=time.monotonic),
+        )
+
+    def step(self):
+        poison_free_cells(self.executor.cache_control)
+        return super().step()
+
+    def ask(self, name: str, prompt: list[int], new: int = 3, **fields: object) -> int:
+        """-> the prompt tokens that were there already."""
+        self.submit(name, prompt, max_new_tokens=new, sampling=GREEDY, **fields)
+        self.run()
+        return self.cached(name)
+
+    def forget_pool(self) -> None:
+        self.loop.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Everything that was taken has been given back."""
+        self.forget_pool()
+        metrics = self.executor.kv_metrics()
+        assert (metrics.free_cells, metrics.num_sequences) == (self.executor.total_cells, 0)
+        self.store.flush(WAIT_S)
+        assert (self.store.host.holds, self.transfers.in_flight) == (0, 0)
+        self.store.close()
+
+
+@pytest.fixture(scope="module")
+def model() -> ToyDecoder:
+    return ToyDecoder()
+
+
+@pytest.fixture(params=[InlineStream, LaggingStream], ids=["inline", "lagging"])
+def stream(request: pytest.FixtureRequest) -> type[CopyStream]:
+    return request.param
+
+
+@pytest.fixture
+def tiered(model: ToyDecoder, stream: type[CopyStream]) -> Iterator[Tiered]:
+    engine = Tiered(model, stream=stream)
+    yield engine
+    engine.close()
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, length)]
+
+
+def test_a_prefix_that_left_the_pool_comes_back_from_host_memory_in_whole_chunks(
+    tiered: Tiered, model: ToyDecoder
+) -> None:
+    prompt = tokens(1, 45)
+    assert [tiered.ask("cold", prompt), tiered.ask("in the pool", prompt)] == [0, 44]
+    tiered.forget_pool()
+    assert tiered.ask("from host", prompt) == 32
+    assert tiered.ask("in the pool again", prompt) == 44
+    expected = model.continuation(prompt, 3)
+    assert all(tiered.tokens(name) == expected for name in ("cold", "from host", "in the pool again"))
+
+
+def test_what_the_tree_has_inside_a_chunk_is_kept_and_the_rest_is_loaded(tiered: Tiered, model: ToyDecoder) -> None:
+    prompt = tokens(2, 50)
+    tiered.ask("first", prompt)
+    tiered.forget_pool()
+    assert tiered.ask("short", prompt[:22]) == 16
+    assert tiered.ask("long", prompt) == 48
+    assert tiered.tokens("long") == model.continuation(prompt, 3)
+
+
+def test_an_answer_is_kept_too_so_the_next_turn_finds_it(tiered: Tiered, model: ToyDecoder) -> None:
+    prompt = tokens(3, 20)
+    tiered.ask("first", prompt, new=20)
+    tiered.forget_pool()
+    conversation = [*prompt, *tiered.tokens("first"), 7, 8]
+    assert tiered.ask("second", conversation) == 32
+    assert tiered.tokens("second") == model.continuation(conversation, 3)
+
+
+def test_salts_separate_tenants_in_the_tiers_too(tiered: Tiered) -> None:
+    prompt = tokens(4, 40)
+    tiered.ask("a", prompt, cache_salt="a")
+    tiered.forget_pool()
+    found = [tiered.ask(f"of {salt}", prompt, cache_salt=salt) for salt in ("b", None, "", "a")]
+    assert found == [0, 0, 0, 32]
+
+
+def test_eight_that_wait_for_the_same_prefix_load_it_once(model: ToyDecoder) -> None:
+    tier, prompt = FakeTier(), tokens(5, 40)
+    first = Tiered(model, tier)
+    first.ask("first", prompt)
+    first.close()
+    tier.loads.clear()
+    second = Tiered(model, tier)
+    for number in range(8):
+        second.submit(str(number), prompt, max_new_tokens=3, sampling=GREEDY)
+    second.run()
+    assert [second.cached(str(number)) >= 32 for number in range(8)] == [True] * 8
+    assert all(second.tokens(str(number)) == model.continuation(prompt, 3) for number in range(8))
+    assert len(tier.loads) == 2, "one load a chunk"
+    second.close()
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "missing", "gone"])
+def test_a_fault_below_costs_the_hit_and_never_the_request(model: ToyDecoder, fault: str) -> None:
+    tier, prompt = FakeTier(), tokens(6, 40)
+    engine = Tiered(model, tier, slots=2)
+    engine.ask("first", prompt)
+    engine.ask("other", tokens(7, 40))
+    assert engine.store.flush(WAIT_S)
+    engine.forget_pool()
+    if fault == "corrupt":
+        tier.corrupt_all()
+    elif fault == "missing":
+        tier.records.clear()
+    else:
+        tier.fault = "gone"
+    assert engine.ask("again", prompt) == 0
+    assert engine.tokens("again") == model.continuation(prompt, 3)
+    engine.close()
+
+
+def test_a_restart_with_a_disk_finds_the_repeated_prompt(model: ToyDecoder, tmp_path: Path) -> None:
+    prompt = tokens(8, 60)
+    first = Tiered(model, folder=tmp_path)
+    assert first.ask("cold", prompt) == 0
+    first.close()
+    second = Tiered(model, folder=tmp_path)
+    assert second.ask("after a restart", prompt) == 48
+    assert second.tokens("after a restart") == model.continuation(prompt, 3)
+    second.close()
+
+
+def test_cancelled_while_its_prefix_is_on_its_way(model: ToyDecoder) -> None:
+    tier, prompt = FakeTier(), tokens(9, 40)
+    first = Tiered(model, tier)
+    first.ask("first", prompt)
+    first.close()
+    second = Tiered(model, tier)
+    tier.hold()
+    second.submit("cancelled", prompt, max_new_tokens=3, sampling=GREEDY)
+    assert tier.waiting.acquire(timeout=WAIT_S)
+    second.step()
+    second.submit("other", tokens(10, 5), max_new_tokens=3, sampling=GREEDY)
+    while "other" not in [update.request_id for update in second.updates if update.finish]:
+        second.step()
+    second.loop.cancel("cancelled")
+    tier.release()
+    second.run()
+    assert second.finish("cancelled") == "cancelled"
+    assert second.ask("again", prompt) == 32
+    second.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_tokens_are_the_same_with_tiers_and_without(
+    model: ToyDecoder, stream: type[CopyStream], seed: int
+) -> None:
+    """Turns of conversations over few cells and few host slots, cancels, faults; freed cells are NaN."""
+    rng, tier = random.Random(seed), FakeTier()
+    engine = Tiered(model, tier, slots=5, cells=120, seqs=4, stream=stream)
+    expected: dict[str, list[int]] = {}
+    texts = [tokens(100 + seed, 18), tokens(200 + seed, 33)]
+    for number in range(30):
+        prompt = [*rng.choice(texts), *tokens(rng.randrange(1000), rng.randint(1, 4))][: CONTEXT - 12]
+        new = rng.randint(1, 8)
+        expected[str(number)] = model.continuation(prompt, new)
+        texts.append([*prompt, *expected[str(number)]])
+        engine.submit(str(number), prompt, max_new_tokens=new, sampling=GREEDY, priority=rng.randint(0, 1))
+        for _ in range(rng.randint(0, 10)):
+            engine.step()
+        if rng.random() < 0.3:
+            engine.forget_pool()
+        if rng.random() < 0.1:
+            tier.fault = None if tier.fault else "gone"
+        if rng.random() < 0.1:
+            engine.loop.cancel(str(rng.randint(0, number)))
+    engine.run()
+    for name, continuation in expected.items():
+        drawn = engine.tokens(name)
+        assert drawn == (continuation if engine.finish(name) == "length" else continuation[: len(drawn)])
+    assert engine.store.status()["host"][2].get("evicted", 0) > 0
+    engine.close()

@@ -1,0 +1,117 @@
+"""Tiers from options: what a real engine finds again after a restart, and what it must not find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.loop import EngineLoop
+from engine.tier_setup import GIB, weights_digest
+from engine.types import GenerateRequest, SamplingParams, Update
+from support.model_folder import write_folder
+
+PROMPT = tuple(range(100)) * 3
+MIB = 1 / 1024
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+def loop_of(model: str, **options: object) -> EngineLoop:
+    sizes = {"device": "cpu", "max_num_seqs": 2, "kv_cells": 512, "kv_host_gib": 4 * MIB}
+    return build_engine(EngineConfig(model, **(sizes | options)), lambda *_: None)[0]
+
+
+def ask(loop: EngineLoop, name: str) -> tuple[int, list[int]]:
+    """-> prompt tokens that were there, tokens drawn."""
+    sampling = SamplingParams(temperature=0.0)
+    loop.submit(GenerateRequest(name, PROMPT, sampling=sampling, max_new_tokens=4))
+    updates: list[Update] = []
+    while loop.has_work():
+        updates += loop.step()
+    assert updates[-1].finish == "length"
+    return updates[0].cached_tokens or 0, [token for update in updates for token in update.token_ids]
+
+
+def stored(loop: EngineLoop) -> None:
+    """Wait until the tiers have everything, and let the folder go."""
+    loop._prefixes._tiers._store.close(10)
+
+
+def test_a_server_that_starts_again_finds_its_prompts_and_answers_the_same(model: str, tmp_path: Path) -> None:
+    disk = {"kv_disk": str(tmp_path), "kv_disk_gib": 8 * MIB}
+    first = loop_of(model, **disk)
+    cold = ask(first, "cold")
+    first.reset_prefix_cache()
+    assert ask(first, "from host") == (256, cold[1])
+    stored(first)
+    second = loop_of(model, **disk)
+    assert ask(second, "from disk") == (256, cold[1])
+    stored(second)
+
+
+def test_other_weights_find_nothing_in_the_same_folder(model: str, tmp_path: Path) -> None:
+    disk = {"kv_disk": str(tmp_path), "kv_disk_gib": 8 * MIB}
+    first = loop_of(model, load_format="dummy", seed=1, **disk)
+    ask(first, "first")
+    stored(first)
+    second = loop_of(model, load_format="dummy", seed=2, **disk)
+    assert ask(second, "second")[0] == 0
+    stored(second)
+    third = loop_of(model, load_format="dummy", seed=1, **disk)
+    assert ask(third, "third")[0] == 256
+    stored(third)
+
+
+def test_without_the_options_there_are_no_tiers(model: str) -> None:
+    loop = loop_of(model, kv_host_gib=None)
+    ask(loop, "cold")
+    loop.reset_prefix_cache()
+    assert ask(loop, "again")[0] == 0
+
+
+def test_a_digest_tells_any_change_of_a_weight() -> None:
+    layer = nn.Linear(64, 3)
+    digest = weights_digest(layer)
+    assert weights_digest(layer) == digest
+    with torch.no_grad():
+        layer.weight[[0, 1]] = layer.weight[[1, 0]]
+    swapped = weights_digest(layer)
+    with torch.no_grad():
+        layer.bias[2] += 1e-3
+    assert len({digest, swapped, weights_digest(layer)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_disk": "/tmp/kv", "kv_disk_gib": 1.0}, "kv_disk needs kv_host_gib"),
+        ({"kv_redis": "redis://localhost"}, "kv_redis needs kv_host_gib"),
+        ({"kv_host_gib": 1.0, "kv_disk": "/tmp/kv"}, "kv_disk and kv_disk_gib go together"),
+        ({"kv_host_gib": 1.0, "kv_disk_gib": 1.0}, "kv_disk and kv_disk_gib go together"),
+        ({"kv_host_gib": 0.0}, "kv_host_gib is 0.0"),
+        ({"kv_host_gib": 1.0, "prefix_cache": False}, "prefix_cache is off"),
+        ({"kv_host_gib": 1.0, "cache": "single"}, "the single cache does not have"),
+        ({"kv_host_gib": 1.0, "kv_redis": "http://localhost"}, "kv_redis must begin with redis://"),
+        ({"kv_chunk_tokens": 48}, "kv_chunk_tokens is 48"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig("model", **options)
+
+
+def test_tiers_that_cannot_be_had_are_refused_at_start(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="bytes of host memory do not hold one chunk"):
+        loop_of(model, kv_host_gib=1000 / GIB)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot keep K/V in"):
+        loop_of(model, kv_disk=str(tmp_path / "file"), kv_disk_gib=8 * MIB)
