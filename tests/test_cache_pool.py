@@ -107,7 +107,7 @@ def test_pool_10_from_512_to_65536_cells_takes_7_growths():
 
 def test_more_cells_than_the_host_has_memory_for_is_a_named_refusal():
     with pytest.raises(CacheMemoryError, match="cannot reserve"):
-        CpuPool(UNEVEN, config(1 << 52))
+        CpuPool(Geometry((LayerGeometry(1 << 24, 16, 16),)), config(1 << 30))
 
 
 # -- CUDA, on a fake driver

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from cache.geometry import Geometry, LayerGeometry
 from engine.build import build_engine
 from engine.config import EngineConfig, check_request
 from engine.errors import ConfigError, RequestTooLarge, SessionRefused, SessionsExhausted, StepFailed
@@ -430,7 +431,7 @@ def test_prompt_logprobs_equal_those_of_a_plain_forward(model):
         ({"device": "cuda:99"}, "use --device cpu|CUDA devices"),
         ({"kv_cells": None, "kv_cache_gib": 1e-7}, "holds no sequence: one cell of this model takes 512 bytes"),
         ({"kv_cells": 10, "widths": (4, 16)}, "widths go up to 16 rows, but the K/V pool has 10 cells"),
-        ({"kv_cells": 10**14}, "a K/V pool of 100000000000000 cells does not fit"),
+        ({"kv_cells": 10**14}, "capacity_cells is 100000000000000: at most 2147483646 can be addressed"),
         ({"max_num_batched_tokens": 1, "max_num_seqs": 4, "widths": (1, 2, 4)}, None),
     ],
 )
@@ -441,6 +442,13 @@ def test_options_that_cannot_work_are_refused_by_name(model, options, words):
         return
     with pytest.raises(ConfigError, match=words):
         build_engine(EngineConfig(model, **options), lambda *_: None)
+
+
+def test_a_pool_that_the_machine_has_no_memory_for_is_refused_by_name():
+    toy = ToyDecoder()
+    toy.geometry = Geometry((LayerGeometry(1 << 24, 16, 16),))
+    with pytest.raises(ConfigError, match="a K/V pool of 1073741824 cells does not fit into this machine's memory"):
+        toy_executor(toy, capacity_cells=1 << 30)
 
 
 def test_the_smallest_pool_serves_the_smallest_request(model):
