@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from engine.errors import GrammarRefused
 from engine.grammar import MAX_COMPILED, MAX_GRAMMAR_CHARS, Grammars, check_grammar
 from engine.sampling import Sampler
-from engine.types import Grammar, SamplingParams
+from engine.types import GenerateRequest, Grammar, SamplingParams
+from engine.wire import Submit, decode_to_engine, encode
 from support.grammar_noise import PROMPT, VOCAB, answer, grammars_of
 from support.json_schemas import conforms, schemas
 from support.tiny_tokenizer import TinyTokenizer, write_byte_level, write_sentencepiece
@@ -234,3 +235,9 @@ def test_a_matcher_made_from_generated_tokens_goes_on_as_the_first_one_did(
         assert np.array_equal(grammars.fill([whole]), grammars.fill([grammars.matcher(grammar, drawn)]))
         drawn += tiny.ids(text)
         whole.take(drawn[-1])
+
+
+def test_a_grammar_reaches_an_engine_in_another_process_as_data() -> None:
+    sampling = SamplingParams(grammar=Grammar("json", '{"const": "\\u00e9"}', is_compact=True))
+    message = Submit(GenerateRequest("a", (1,), sampling=sampling))
+    assert decode_to_engine(encode(message)) == message
