@@ -515,7 +515,7 @@ def new_tokens(
     asked = body.token_limit
     room = info.max_model_len - prompt_tokens
     if clamps and asked and room >= 1:
-        return max(min(asked, room, info.kv_cells - prompt_tokens), 1)
+        return min(asked, room)
     if (asked is not None and asked > room) or (asked is None and room < 1):
         over = f" and {asked} are asked for" if asked is not None else ", which leaves no room for an answer"
         raise errors.context_length_exceeded(
@@ -526,7 +526,6 @@ def new_tokens(
         )
     if asked is not None:
         return asked
-    room = min(room, info.kv_cells - prompt_tokens)
     return max(room if default is None else min(default, room), body.min_tokens or 0, 1)
 
 
