@@ -164,6 +164,18 @@ class CellCache:
             self._table.rebase(seq, cells)
             self._spoil("rebase")
 
+    def claim_cells(self, num: int) -> I32:
+        """Take `num` free cells for K/V that no step writes; they are the caller's until `release_cells`.
+
+        Raises CacheFull or CacheMemoryError; nothing is claimed then.
+        """
+        with self._lock:
+            if num <= self._table.free_cells:
+                self.pool.ensure_cells(self._reachable_cells(num))
+            cells = self._table.claim_cells(num)
+            self._spoil("claim_cells")
+            return cells
+
     def hold_cells(self, cells: npt.ArrayLike) -> None:
         """Keep cells beyond their sequences: one more reference each (no repeats). InvalidPosition for a free one."""
         with self._lock:

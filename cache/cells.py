@@ -240,6 +240,13 @@ class CellTable:
         self._drop_pages(self.page_table[seq, page : self._pages_for(held)])
         self._write_list(seq, page, behind)
 
+    def claim_cells(self, num: int) -> I32:
+        """Take the lowest `num` free cells, ascending, with one loose reference each. CacheFull claims none."""
+        self._check_room(num)
+        cells = self._claim_lowest(num).astype(np.int32)
+        self._loose[cells] += 1
+        return cells
+
     def hold_cells(self, cells: npt.ArrayLike) -> None:
         """Take a reference of each cell (no repeats), all of which have one already. It outlives their sequences."""
         cells = self._check_held(cells)

@@ -197,23 +197,9 @@ class KvTiers:
         if missing > 0:
             self._tree.evict(missing)
         try:
-            seq = self._cache.seq_new()
-        except CacheFull:
-            return None
-        try:
-            widest = self._cache.config.max_write
-            for start in range(0, count, widest):
-                width = min(widest, count - start)
-                self._cache.declare_step(np.full(width, seq, np.int32))
-                self._cache.prepare_step(width)
-                self._cache.commit_step()
-            cells = self._cache.cells_of(seq)
-            self._cache.hold_cells(cells)
+            return self._cache.claim_cells(count)
         except (CacheFull, CacheMemoryError):
             return None
-        finally:
-            self._cache.seq_rm(seq)
-        return cells
 
     # --- down ---------------------------------------------------------------------------------------------------------
 

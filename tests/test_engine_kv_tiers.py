@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from cache.geometry import CacheFull
 from cache.offload.chunks import Namespace, geometry_record
 from cache.offload.disk import DiskTier
 from cache.offload.groups import Groups
@@ -254,3 +255,19 @@ def test_greedy_tokens_are_the_same_with_tiers_and_without(
         assert drawn == (continuation if engine.finish(name) == "length" else continuation[: len(drawn)])
     assert engine.store.status()["host"][2].get("evicted", 0) > 0
     engine.close()
+
+
+def test_claimed_cells_are_nobodys_but_the_callers_and_backed_by_memory(model: ToyDecoder) -> None:
+    executor = toy_executor(model)
+    cache = executor.cache_control
+    cells = cache.claim_cells(100)
+    assert cells.tolist() == list(range(100))
+    assert cache.pool.rows > 100
+    assert cache.free_cells == cache.capacity_cells - 100
+    with pytest.raises(CacheFull):
+        cache.claim_cells(cache.capacity_cells)
+    seq = cache.seq_from(cells[:20])
+    cache.release_cells(cells)
+    assert (cache.pos(seq), cache.free_cells) == (20, cache.capacity_cells - 20)
+    cache.seq_rm(seq)
+    assert cache.free_cells == cache.capacity_cells
