@@ -279,32 +279,27 @@ class CellExecutor:
     def collect(self, in_flight: CellInFlight) -> StepOutput:
         token_ids: list[list[int]] = [[] for _ in in_flight.batch.chunks]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in in_flight.batch.chunks]
-        refusals = dict(in_flight.refusals)
+        refused = {session: ChunkOutput(session, error=error) for session, error in in_flight.refusals.items()}
         for part in in_flight.parts:
             for row, error in part.sampled.errors.items():
-                refusals[in_flight.batch.chunks[part.answers[row]].session_id] = error
+                session = in_flight.batch.chunks[part.answers[row]].session_id
+                refused[session] = ChunkOutput(session, error=error, error_code="grammar_refused")
             for chunk, (token_id, values) in zip(part.answers.tolist(), part.sampled.collect(), strict=True):
                 token_ids[chunk].append(token_id)
                 if values is not None:
                     logprobs[chunk].append(values)
         return StepOutput(
             tuple(
-                self._output(in_flight, index, chunk, token_ids[index], logprobs[index], refusals.get(chunk.session_id))
+                refused.get(chunk.session_id)
+                or self._output(in_flight, index, chunk, token_ids[index], logprobs[index])
                 for index, chunk in enumerate(in_flight.batch.chunks)
             )
         )
 
     @staticmethod
     def _output(
-        in_flight: CellInFlight,
-        index: int,
-        chunk: Chunk,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
-        refusal: str | None,
+        in_flight: CellInFlight, index: int, chunk: Chunk, token_ids: list[int], logprobs: list[TokenLogprobs]
     ) -> ChunkOutput:
-        if refusal is not None:
-            return ChunkOutput(chunk.session_id, error=refusal)
         return ChunkOutput(
             session_id=chunk.session_id,
             token_ids=tuple(token_ids),

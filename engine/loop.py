@@ -270,7 +270,7 @@ class EngineLoop:
             if session.finished is not None:
                 continue  # it ended while this step was in flight: the row was wasted
             if result.error is not None:
-                self._refuse(session, chunk, result.error)
+                self._refuse(session, chunk, result)
                 continue
             session.settle(chunk)
             if result.prompt_logprobs is not None:
@@ -280,13 +280,13 @@ class EngineLoop:
             elif session.request.max_new_tokens == 0 and session.num_computed == session.prompt_len:
                 self._finish(session, "length")
 
-    def _refuse(self, session: Session, chunk: Chunk, error: str) -> None:
+    def _refuse(self, session: Session, chunk: Chunk, result: ChunkOutput) -> None:
         """End one session of a step whose others stand. An answer that fills its context is long, not broken (X-10)."""
         is_full = chunk.position + len(chunk.tokens) > self._executor.max_session_tokens
         if is_full and len(session.tokens) > session.prompt_len:
             self._finish(session, "length")
         else:
-            self._finish(session, "failed", error=error, code="step_failed")
+            self._finish(session, "failed", error=result.error, code=result.error_code)
 
     def _accept(self, session: Session, result: ChunkOutput) -> None:
         """Give each draw to its choice. A stem's draws beyond the first become sessions of their own here."""

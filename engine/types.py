@@ -153,6 +153,8 @@ class ChunkOutput:
     The chunk's last row has an entry only when the prompt goes on behind the chunk."""
     error: str | None = None
     """This session alone failed; the rest of the batch stands."""
+    error_code: ErrorCode = "step_failed"
+    """grammar_refused: nothing that its grammar allows can follow, or the grammar has passed its limits."""
 
 
 @dataclass(frozen=True, slots=True)

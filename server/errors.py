@@ -278,7 +278,9 @@ def from_failure(code: ErrorCode | None) -> ApiError:
         case "shutting_down":
             return draining("the server shut down before the request finished")
         case "grammar_refused":
-            return invalid_value("the form that the answer must have cannot be compiled for this model")
+            return invalid_value(
+                "the answer cannot have the form that is asked for: it is too complex, or this model cannot spell it"
+            )
         case "engine_unavailable":
             return engine_unavailable("the engine stopped before the request finished")
         case _:

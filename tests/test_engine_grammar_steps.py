@@ -136,6 +136,21 @@ def test_cancelled_halfway_its_place_is_free_for_another_grammar(grammars, overl
     assert text(engine.tokens("b")) in ("true", "false")
 
 
+def test_a_grammar_that_the_model_cannot_spell_fails_its_choice_alone(grammars, overlaps):
+    alone = toy_engine(grammars, overlaps)
+    alone.submit("free", ids("12"), max_new_tokens=9, sampling={"seed": 3})
+    alone.run()
+    engine = toy_engine(grammars, overlaps)
+    engine.submit("free", ids("12"), max_new_tokens=9, sampling={"seed": 3})
+    engine.submit("held", ids("1"), n=2, max_new_tokens=9, sampling={**HELD, "grammar": Grammar("regex", "[0-9]{2}z")})
+    engine.run()
+    for index in range(2):
+        assert len(engine.tokens("held", index)) == 2
+        assert engine.of("held", index)[-1].error_code == "grammar_refused"
+    assert engine.tokens("free") == alone.tokens("free")
+    assert holds_no_cells(engine)
+
+
 # --- while it is compiled
 
 
