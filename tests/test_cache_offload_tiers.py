@@ -131,7 +131,7 @@ def test_eviction_takes_the_oldest_leaf_against_a_slow_oracle() -> None:
 
 
 def slab(num_slots: int) -> HostSlab:
-    return HostSlab(PAYLOAD_BYTES, num_slots * PAYLOAD_BYTES)
+    return HostSlab(PAYLOAD_BYTES, num_slots * PAYLOAD_BYTES, piece_bytes=2 * PAYLOAD_BYTES)
 
 
 def put(host: HostSlab, *chunks: Chunk) -> list[bool]:

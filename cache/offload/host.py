@@ -20,26 +20,34 @@ from cache.offload.chunks import Chunk, TokenIds
 from cache.offload.staging import aligned
 from cache.offload.tiers import Resident, Residents, TierStatus
 
+PIECE_BYTES = 1 << 30
+"""Most bytes of one allocation: pinned ones are rounded up to a power of two."""
+
 
 class HostSlab:
     """`capacity_bytes` of host memory for chunks of `chunk_bytes` each."""
 
     name = "host"
 
-    def __init__(self, chunk_bytes: int, capacity_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self, chunk_bytes: int, capacity_bytes: int, *, pinned: bool = False, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         """Raises InvalidConfig when not one chunk fits, CacheMemoryError when there is no such memory."""
         self.chunk_bytes = chunk_bytes
         self._slot_bytes = aligned(chunk_bytes)
         self.num_slots = capacity_bytes // self._slot_bytes
         if self.num_slots < 1:
             raise InvalidConfig(f"{capacity_bytes} bytes of host memory do not hold one chunk of {self._slot_bytes}")
+        self._piece_slots = max(1, min(self.num_slots, piece_bytes // self._slot_bytes))
+        self._pieces: list[torch.Tensor] = []  # [slots, slot_bytes] u8
         try:
-            memory = torch.empty(self.num_slots * self._slot_bytes, dtype=torch.uint8, pin_memory=pinned)
+            for first in range(0, self.num_slots, self._piece_slots):
+                slots = min(self._piece_slots, self.num_slots - first)
+                memory = torch.empty(slots * self._slot_bytes, dtype=torch.uint8, pin_memory=pinned)
+                self._pieces.append(memory.view(slots, self._slot_bytes))
         except RuntimeError as error:
-            raise CacheMemoryError(
-                f"cannot have {self.num_slots * self._slot_bytes} bytes of host memory: {error}"
-            ) from error
-        self._slots = memory.view(self.num_slots, self._slot_bytes)
+            size = self.num_slots * self._slot_bytes
+            raise CacheMemoryError(f"cannot have {size} bytes of host memory: {error}") from error
         self._lock = threading.Lock()
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._residents = Residents()
@@ -156,7 +164,8 @@ class HostSlab:
         return slot
 
     def _memory(self, slot: int) -> torch.Tensor:
-        return self._slots[slot, : self.chunk_bytes]
+        piece, index = divmod(slot, self._piece_slots)
+        return self._pieces[piece][index, : self.chunk_bytes]
 
 
 def bytes_view(memory: torch.Tensor) -> memoryview:
