@@ -101,7 +101,7 @@ EXTRAS = [{}, {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}
 
 @pytest.mark.parametrize("seed", range(24))
 def test_the_cpu_path_equals_the_mask_in_any_mix_of_rows(seed: int) -> None:
-    """CELL-26, REF-1..3: decodes, chunks, forks, windows, padding, unlike K and V, head groups, caps, sinks."""
+    """CELL-26, REF-1..3, T-ATT: decodes, chunks, forks, windows, padding, unlike K and V, head groups, caps, sinks."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     kv_heads, group = rng.choice([(1, 1), (2, 3), (3, 1)])
     k_dim, v_dim = rng.choice([(16, 16), (24, 8)])

@@ -488,7 +488,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape['capacity']} cells")
 def test_the_table_answers_as_the_slow_one(shape):
-    """CELL-1, CELL-5: whatever the verbs, lists, counts, positions and `used_end` are the oracle's."""
+    """CELL-1, CELL-5, T-CELL: whatever the verbs, lists, counts, positions and `used_end` are the oracle's."""
     random_verbs(1000, seed=shape["capacity"], **shape)
 
 

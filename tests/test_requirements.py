@@ -20,7 +20,10 @@ LAST = {
 }
 """The largest number of each kind; they count from 1."""
 
-EXTRA = ("DF-3b", "DF-3c")
+GROUPS = ("SEQ", "FACE", "REG", "FAC", "CELL", "ROWS", "ATT", "PACK", "SES", "SEL", "PLAN", "CUDA", "SAM")
+"""Of older tests that these behaviours were first pinned by: T-SEQ ..."""
+
+EXTRA = ("DF-3b", "DF-3c", *(f"T-{group}" for group in GROUPS))
 IDS = tuple(f"{kind}-{number}" for kind, last in LAST.items() for number in range(1, last + 1)) + EXTRA
 
 _IN_TEXT = re.compile(r"\b([A-Z]+)-(\d+)([bc]?)(?:\.\.(\d+))?")
@@ -32,6 +35,8 @@ def ids_in(name: str, docstring: str) -> set[str]:
     found: set[str] = set()
     for kind, first, letter, last in _IN_TEXT.findall(docstring):
         found |= {f"{kind}-{number}{letter}" for number in range(int(first), int(last or first) + 1)}
+    found |= set(re.findall(r"\bT-[A-Z]+", docstring))
+    found |= {f"T-{group.upper()}" for group in re.findall(r"(?<![a-z])t_([a-z]+)(?=_|$)", name)}
     for kind, first, letter, word, second in _IN_NAME.findall(name):
         last = int(second) if word == "to" else int(first)
         found |= {f"{kind.upper()}-{number}{letter}" for number in range(int(first), last + 1)}
@@ -87,6 +92,7 @@ def test_ids_are_read_from_names_and_docstrings():
     }
     assert ids_in("test_cell_29_1_two_prefills", "CELL-29.6, UTF-8, CELL-30") == {"CELL-29"}
     assert ids_in("test_ccell_7_metrics", "") == {"CCELL-7"}
+    assert ids_in("test_t_seq_a_branch_and_a_test_sel_", "T-FAC.") == {"T-SEQ", "T-FAC"}
     assert ids_in("test_pack_1_keeps_order_and_pack_7_answers", "") == {"PACK-1", "PACK-7"}
 
 

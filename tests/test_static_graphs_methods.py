@@ -31,7 +31,7 @@ def cut(total, methods):
     ],
 )
 def test_plan_4_each_slice_runs_in_the_narrowest_method_that_holds_it(methods, total, expected):
-    """PLAN-2, PLAN-3."""
+    """PLAN-2, PLAN-3, T-PLAN."""
     assert cut(total, methods) == expected
 
 
