@@ -25,8 +25,12 @@ from cache.offload.store import Prefetch, Store
 from cache.offload.transfers import Transfers
 from cache.radix import Lease, RadixTree, Tokens
 
-FETCH_S = 2.0
+LONGEST_FETCH_S = 2.0
 """A session waits for its prefix no longer; what has arrived by then is used."""
+SHORTEST_FETCH_S = 0.1
+"""Nor less, however fast it could compute the prefix itself: that long an answer may take where all is well."""
+WORTH_OF_RECOMPUTING = 0.8
+"""It waits for no more than this part of the time that computing its prefix would take."""
 PRESSURE = 8
 """Copies down are given up when less than this part of the pool is free or may be evicted: 1 / 8."""
 
@@ -115,13 +119,19 @@ class KvTiers:
 
     # --- up -----------------------------------------------------------------------------------------------------------
 
-    def expect(self, session: Hashable, salt: str | None, tokens: Tokens) -> None:
-        """The session is queued and may begin with `tokens`: fetch what the tree lacks of them."""
+    def expect(self, session: Hashable, salt: str | None, tokens: Tokens, token_s: float) -> None:
+        """The session is queued and may begin with `tokens`: fetch what the tree lacks of them.
+
+        token_s: what computing a token takes; infinite where nobody knows.
+        """
         chunks = self._chunks(salt, tokens)
-        if len(chunks) * self._chunk_tokens <= self._tree.match(salt, tokens).length:
+        missing = len(chunks) * self._chunk_tokens - self._tree.match(salt, tokens).length
+        if missing <= 0:
             return
-        job = self._store.prefetch(chunks, deadline_s=FETCH_S)
-        self._fetches[session] = _Fetch(salt, tokens, chunks, job, self._clock() + FETCH_S)
+        worth_s = max(SHORTEST_FETCH_S, WORTH_OF_RECOMPUTING * missing * token_s)
+        deadline_s = min(LONGEST_FETCH_S, worth_s)
+        job = self._store.prefetch(chunks, deadline_s=deadline_s)
+        self._fetches[session] = _Fetch(salt, tokens, chunks, job, self._clock() + deadline_s)
 
     def must_wait(self, session: Hashable) -> bool:
         """Whether a prefix of the waiting session is on its way. Begins to load what has been fetched."""

@@ -6,6 +6,7 @@ token the host has not seen is its place, never its value. Knows no text, no HTT
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -39,6 +40,8 @@ GRAMMAR_COMPILE_S = 10.0
 """A request whose grammar is not compiled by then fails."""
 _GRAMMAR_WAIT_S = 0.02
 """How long an idle turn waits for one, deaf to new requests."""
+_MEASURED_TOKENS = 4096
+"""From that many prompt tokens on, their part of the time of all steps tells what one takes, decodes included."""
 _TIER_WAIT_S = 0.002
 """How long a turn that can run nothing waits for a prefix from a tier."""
 
@@ -186,7 +189,8 @@ class EngineLoop:
 
     def _queue(self, session: Session) -> None:
         self._scheduler.add_waiting(session)
-        self._prefixes.expect(session)
+        is_measured = self._prompt_tokens >= _MEASURED_TOKENS
+        self._prefixes.expect(session, self._step_time_s / self._prompt_tokens if is_measured else math.inf)
 
     def _queue_prepared(self) -> None:
         """Queue those whose grammar is compiled. Waits for one, for a moment, only when there is nothing else to do."""

@@ -87,10 +87,10 @@ class PrefixCache:
         if self._tiers is not None:
             self._tiers.wait(timeout_s)
 
-    def expect(self, session: Session) -> None:
-        """The session is queued: begin to fetch what it may begin with."""
+    def expect(self, session: Session, token_s: float) -> None:
+        """The session is queued: begin to fetch what it may begin with. token_s: what computing a token takes."""
         if self._tiers is not None:
-            self._tiers.expect(session, session.request.cache_salt, self._reusable(session))
+            self._tiers.expect(session, session.request.cache_salt, self._reusable(session), token_s)
 
     # --- before a session runs --------------------------------------------------------------------------------------
 

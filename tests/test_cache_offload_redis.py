@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import redis
 
 from cache.offload.chunks import Chunk
 from cache.offload.host import HostSlab
@@ -18,48 +16,13 @@ from cache.offload.records import BadRecord
 from cache.offload.redis_tier import RedisTier
 from cache.offload.store import Store
 from cache.offload.tiers import TierFault
+from support.redis_server import Server
 from support.tier_chunks import LAYOUT, PAYLOAD_BYTES, path, payload
 
 pytestmark = pytest.mark.skipif(
     shutil.which("redis-server") is None, reason="needs redis-server: apt-get install redis-server"
 )
 WAIT_S = 10
-
-
-class Server:
-    """redis-server on a Unix socket in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket = folder / "redis.sock"
-        self._folder = folder
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"unix://{self.socket}"
-
-    def start(self) -> None:
-        options = ["--port", "0", "--unixsocket", str(self.socket), "--save", "", "--dir", str(self._folder)]
-        self._process = subprocess.Popen(
-            ["redis-server", *options, "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if "ready to accept connections" in line.lower():
-                return
-        raise AssertionError("redis-server did not start")
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self.socket.unlink(missing_ok=True)
-
-    def client(self) -> redis.Redis:
-        return redis.Redis.from_url(self.url)
 
 
 @pytest.fixture(scope="module")

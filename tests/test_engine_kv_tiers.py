@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,12 +19,14 @@ from cache.offload.disk import DiskTier
 from cache.offload.groups import Groups
 from cache.offload.host import HostSlab
 from cache.offload.records import Layout
+from cache.offload.redis_tier import RedisTier
 from cache.offload.store import Store
 from cache.offload.tiers import Tier
 from cache.offload.transfers import CopyStream, InlineStream, Transfers
-from engine.kv_tiers import KvTiers
+from engine.kv_tiers import LONGEST_FETCH_S, KvTiers
 from support.looped import Engine
 from support.poison import poison_free_cells
+from support.redis_server import Server
 from support.tier_chunks import FakeTier
 from support.toy_decoder import CONTEXT, VOCAB, ToyDecoder
 from support.toy_executor import toy_executor
@@ -57,14 +60,17 @@ class Tiered(Engine):
         seqs: int = 8,
         stream: Callable[[], CopyStream] = InlineStream,
         folder: Path | None = None,
+        url: str | None = None,
     ) -> None:
         executor = toy_executor(model, capacity_cells=cells)
         cache = executor.cache_control
         groups = Groups.of(model.geometry, torch.float32, CHUNK, separate=False, full_windows=True)
         transfers = Transfers(cache.pool, groups, CPU, ring_slots=2, make_stream=stream)
         space = Namespace("toy", "float32", geometry_record(model.geometry), "table")
+        layout = Layout(space.digest, CHUNK, transfers.chunk_bytes)
+        if url is not None:
+            tiers = (RedisTier(url, layout),)
         if folder is not None:
-            layout = Layout(space.digest, CHUNK, transfers.chunk_bytes)
             tiers = (DiskTier(folder, space, layout, 8 << 20),)
         self.transfers = transfers
         self.store = Store(HostSlab(transfers.chunk_bytes, slots * transfers.chunk_bytes), tiers)
@@ -271,3 +277,47 @@ def test_claimed_cells_are_nobodys_but_the_callers_and_backed_by_memory(model: T
     assert (cache.pos(seq), cache.free_cells) == (20, cache.capacity_cells - 20)
     cache.seq_rm(seq)
     assert cache.free_cells == cache.capacity_cells
+
+
+def test_a_session_waits_for_a_tier_no_longer_than_its_prefix_is_worth(model: ToyDecoder) -> None:
+    tier, prompt = FakeTier(), tokens(11, 40)
+    first = Tiered(model, tier)
+    first.ask("first", prompt)
+    first.close()
+    engine = Tiered(model, tier)
+    engine.loop._prompt_tokens, engine.loop._step_time_s = 10_000, 0.001
+    tier.hold()
+    started = time.monotonic()
+    assert engine.ask("hung", prompt) == 0
+    assert time.monotonic() - started < LONGEST_FETCH_S
+    tier.release()
+    engine.close()
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server: apt-get install redis-server")
+def test_redis_killed_and_started_again_under_load_fails_no_request_and_no_token(
+    model: ToyDecoder, tmp_path: Path
+) -> None:
+    server, rng = Server(tmp_path), random.Random(0)
+    engine = Tiered(model, slots=3, seqs=4, url=server.url)
+    prompts = [tokens(300 + number, 40) for number in range(4)]
+    asked: dict[str, list[int]] = {}
+    for number in range(48):
+        if number == 16:
+            server.kill()
+        if number == 32:
+            server.start()
+        asked[str(number)] = rng.choice(prompts)
+        engine.submit(str(number), asked[str(number)], max_new_tokens=3, sampling=GREEDY)
+        for _ in range(rng.randint(1, 8)):
+            engine.step()
+        if rng.random() < 0.5:
+            engine.forget_pool()
+    engine.run()
+    assert all(engine.tokens(name) == model.continuation(prompt, 3) for name, prompt in asked.items())
+    assert all(engine.finish(name) == "length" for name in asked)
+    counts = engine.store.status()["redis"][2]
+    assert counts["loaded"] > 0
+    assert counts["fault"] > 0
+    engine.close()
+    server.kill()
