@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from static_graphs.model import model_from_config
-from static_graphs.pack import PackedLinear, can_pack, pack_linears
+from static_graphs.pack import PackedLinear, Product, can_pack, pack_linears
 from support.tiny_models import tiny_llama
 
 CPU = torch.device("cpu")
@@ -19,7 +19,43 @@ def test_a_packed_linear_multiplies_as_the_plain_one(rows, bias, leading):
     plain = nn.Linear(48, 80, bias=bias)
     given = torch.randn(*leading, rows, 48)
     with torch.inference_mode():
-        torch.testing.assert_close(PackedLinear(plain)(given), plain(given), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(PackedLinear(plain, Product([plain]))(given), plain(given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_siblings_are_one_product_whatever_order_and_rows_they_are_asked_with(bias):
+    torch.manual_seed(0)
+    plain = [nn.Linear(48, size, bias=bias) for size in (80, 16, 16)]
+    product = Product(plain)
+    packed = [PackedLinear(one, product, part) for part, one in enumerate(plain)]
+    given = [torch.randn(1, rows, 48) for rows in (1, 5, 5)]
+    asked = [(0, 0), (1, 0), (2, 0), (2, 1), (0, 1), (0, 1), (1, 2), (1, 1), (0, 2), (2, 2)]
+    with torch.inference_mode():
+        for part, rows in asked:
+            expected = plain[part](given[rows])
+            torch.testing.assert_close(packed[part](given[rows]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_whose_parts_are_all_taken_holds_no_rows():
+    plain = [nn.Linear(48, 32, bias=False) for _ in range(2)]
+    product = Product(plain)
+    given = torch.randn(4, 48)
+    with torch.inference_mode():
+        product.take(given, 0)
+        product.take(given, 1)
+    assert (product._rows, product._left) == (None, {})
+
+
+def test_siblings_that_disagree_are_packed_one_by_one():
+    model = model_from_config(tiny_llama())
+    attention = model.body.layers[0].self_attn
+    attention.k_proj.bias = nn.Parameter(torch.randn(attention.k_proj.out_features))
+    hidden = torch.randn(1, 3, 32)
+    expected = [part(hidden) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert pack_linears(model) == 2 * 7 + 1
+    with torch.inference_mode():
+        for part, value in zip((attention.q_proj, attention.k_proj, attention.v_proj), expected, strict=True):
+            torch.testing.assert_close(part(hidden), value, rtol=1e-5, atol=1e-5)
 
 
 def test_every_linear_of_a_model_is_packed_and_its_logits_stay():
