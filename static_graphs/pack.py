@@ -22,8 +22,9 @@ from static_graphs.model import LoadedModel
 HINT_ROWS = 32
 """Rows that the layout is chosen for. Measured: no better choice for 1 or for 512 rows."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names under one parent that are merged where they all are plain linears of one input width. A wrong guess costs time
-and nothing else: a part that is given other rows than its siblings computes the product for itself."""
+"""Names under one parent that are merged where they all are plain linears of one input width. A part that is given
+another tensor than its siblings computes the product for itself. Trap: a model that changed one tensor in place between
+the siblings' calls would get the product of what it was before; no model type of ARCHITECTURES.md is known to."""
 
 
 class Product:
