@@ -2,17 +2,21 @@
 
 Owned by one asyncio thread. A transport (engine/inprocess.py, engine/spawned.py) carries the messages and reports the
 engine's end; nothing here knows how.
+
+When an engine dies under a supervisor, requests of which nothing has left for their callers wait for the next engine
+and run again with the seeds they had; the others end with an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.config import check_request
@@ -26,9 +30,36 @@ from engine.errors import (
     QueueFull,
 )
 from engine.grammar import check_grammar
+from engine.lives import MAX_RUNS, EngineLives, OpenRequest, added, sums
+from engine.questions import Questions
 from engine.streams import RequestStream
-from engine.types import EngineInfo, EngineStats, ErrorCode, GenerateRequest, Grammar, Update
-from engine.wire import Cancel, Failed, FromEngine, Progress, Ready, Step, Submit, ToEngine
+from engine.types import (
+    EngineInfo,
+    EngineStats,
+    ErrorCode,
+    GenerateRequest,
+    Grammar,
+    KvReport,
+    PrefixReset,
+    Update,
+)
+from engine.view import View
+from engine.wire import (
+    AskKv,
+    Cancel,
+    Failed,
+    FromEngine,
+    Kv,
+    Look,
+    Progress,
+    Ready,
+    ResetPrefixes,
+    Seen,
+    Step,
+    Submit,
+    ToEngine,
+    WasReset,
+)
 
 STOP_GRACE_S = 5.0
 """How long an engine that was told to stop may take before it is ended from outside."""
@@ -57,10 +88,14 @@ class EngineClient(ABC):
     def __init__(self) -> None:
         self._turn = _Turn(EnginePhase("starting", text="not started"))
         self._stats = EngineStats()
+        self._earlier_stats = EngineStats()
+        """Sums over the engines before this one."""
+        self.lives = EngineLives()
         self._info: EngineInfo | None = None
         self._refusal: Failed | None = None
-        self._streams: dict[str, RequestStream] = {}
-        self._cancelled: dict[str, frozenset[int]] = {}
+        self._open: dict[str, OpenRequest] = {}
+        """In order of admission."""
+        self._is_supervised = False
         self._num_outstanding = 0
         self._moved_at_s = time.monotonic()
         self._is_idle = asyncio.Event()
@@ -68,6 +103,9 @@ class EngineClient(ABC):
         self._changing = asyncio.Lock()
         """Held by whoever launches or ends an engine."""
         self._is_closed = False
+        self._questions = Questions()
+        self._looks: dict[int, asyncio.Future[View]] = {}
+        self._num_looks = 0
         self._checkers = ThreadPoolExecutor(2, thread_name_prefix="grammar-check")
         self._good_grammars: OrderedDict[Grammar, None] = OrderedDict()
 
@@ -77,8 +115,8 @@ class EngineClient(ABC):
 
     @property
     def stats(self) -> EngineStats:
-        """As of the last step; all zero before the first."""
-        return self._stats
+        """As of the last step; all zero before the first. Sums go on over the engines of this client's life."""
+        return added(self._earlier_stats, self._stats)
 
     @property
     def info(self) -> EngineInfo:
@@ -94,13 +132,39 @@ class EngineClient(ABC):
 
     @property
     def stalled_s(self) -> float:
-        """Seconds of work outstanding without a sign of life from the engine; 0 while there is nothing to do."""
-        return time.monotonic() - self._moved_at_s if self._num_outstanding else 0.0
+        """Seconds of work outstanding without a sign of life from the engine; 0 while there is nothing to do.
+
+        An engine that loads has no work yet, however much waits for it.
+        """
+        is_up = self.phase.name in ("ready", "draining")
+        return time.monotonic() - self._moved_at_s if self._num_outstanding and is_up else 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the engine that lives now."""
+        return self._stats.steps
+
+    def supervise(self) -> None:
+        """Promise that `start` or `give_up` follows each death of the engine: what can run again waits for that."""
+        self._is_supervised = True
+
+    def give_up(self) -> None:
+        """No engine follows the dead one: fail what waited for it."""
+        self._is_supervised = False
+        self._fail_streams("the engine has stopped", "engine_unavailable")
+
+    def end_hung(self, reason: str) -> None:
+        """End an engine that does not move, and report its death at once; its process is gone when `start` returns."""
+        if self.phase.name != "dead":
+            self.lives.hung += 1
+            self._kill()
+            self._died(reason)
 
     async def start(self) -> None:
         """Launch the engine and return at once; `phase` and `wait_ready` tell the rest.
 
-        A dead engine starts anew. Raises EngineUnavailable when it cannot be launched, or the client was closed.
+        A dead engine starts anew, and takes over what waits for it. Raises EngineUnavailable when it cannot be
+        launched, or the client was closed.
         """
         async with self._changing:
             if self._is_closed:
@@ -166,12 +230,16 @@ class EngineClient(ABC):
             raise QueueFull(
                 f"{self._num_outstanding} of {capacity} sequences are running or queued: {request.n} more do not fit"
             )
-        assert request.request_id not in self._streams, f"request id {request.request_id} is in use"
+        assert request.request_id not in self._open, f"request id {request.request_id} is in use"
+        if self._is_supervised and request.sampling.seed is None:
+            # A second run must draw what the first one drew.
+            request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(62)))
         self._send(Submit(request))
+        now = time.monotonic()
         if not self._num_outstanding:
-            self._moved_at_s = time.monotonic()  # before it, silence meant that there was nothing to do
-        stream = RequestStream(request.request_id, request.n, self.cancel)
-        self._streams[request.request_id] = stream
+            self._moved_at_s = now  # before it, silence meant that there was nothing to do
+        stream = RequestStream(request.request_id, request.n, self.cancel, may_rerun=self._is_supervised)
+        self._open[request.request_id] = OpenRequest(request, stream, now)
         self._num_outstanding += request.n
         self._is_idle.clear()
         return stream
@@ -181,13 +249,54 @@ class EngineClient(ABC):
 
         What is unknown, finished or cancelled already is ignored.
         """
-        if request_id not in self._streams:
+        if request_id not in self._open:
             return
-        is_open, cancelled = self._streams[request_id].open_choices, self._cancelled.get(request_id, frozenset())
-        ending = (is_open if index is None else is_open & {index}) - cancelled
-        if ending:
-            self._cancelled[request_id] = cancelled | ending
+        entry = self._open[request_id]
+        is_open = entry.stream.open_choices
+        ending = (is_open if index is None else is_open & {index}) - entry.cancelled
+        entry.cancelled |= ending
+        if ending and self.phase.name in ("ready", "draining"):
             self._send(Cancel(request_id, index))
+        elif ending:
+            self._end_cancelled(entry)  # no engine has it
+
+    async def look(self, *, max_codes: int, behind_step: int) -> View:
+        """See what the engine is at, when it is between two steps. Costs it nothing while nobody asks.
+
+        max_codes: cells that are shown at most. behind_step: steps with a higher number are shown.
+        Raises EngineUnavailable when it does not run, or ends before it answers.
+        """
+        if self.phase.name not in ("ready", "draining"):
+            raise EngineUnavailable("the engine is not running")
+        self._num_looks += 1
+        look_id = self._num_looks
+        answer: asyncio.Future[View] = asyncio.get_running_loop().create_future()
+        self._looks[look_id] = answer
+        self._send(Look(look_id, max_codes, behind_step))
+        try:
+            return await answer
+        finally:
+            self._looks.pop(look_id, None)
+
+    async def kv_report(self) -> KvReport:
+        """Where K/V is, behind the step in flight. Raises EngineUnavailable."""
+        report = await self._ask(AskKv)
+        assert isinstance(report, KvReport)
+        return report
+
+    async def reset_prefix_cache(self) -> PrefixReset:
+        """Forget every prefix in the pool that no running session uses. Raises EngineUnavailable.
+
+        What tiers below the pool hold stays, and so does what running sessions use.
+        """
+        reset = await self._ask(ResetPrefixes)
+        assert isinstance(reset, PrefixReset)
+        return reset
+
+    async def _ask(self, kind: type[AskKv | ResetPrefixes]) -> KvReport | PrefixReset:
+        if self.phase.name not in ("ready", "draining"):
+            raise EngineUnavailable("the engine is not running")
+        return await self._questions.ask(kind, self._send)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Take nothing new, let what runs finish for up to `drain_s`, fail the rest, and end the engine.
@@ -195,6 +304,8 @@ class EngineClient(ABC):
         Repeating it is harmless; a second call with a shorter time cuts the first one's short.
         """
         self._is_closed = True
+        if self.phase.name in ("starting", "dead"):  # nothing runs, and no engine comes for what waits
+            self._fail_streams("the server is shutting down", "shutting_down")
         if self.phase.name in ("starting", "ready"):
             self._enter(EnginePhase("draining"))
         try:
@@ -221,16 +332,22 @@ class EngineClient(ABC):
         """Queue a message; never waits. To an engine that is gone, it does nothing."""
 
     @abstractmethod
+    def _kill(self) -> None:
+        """End an engine that answers nothing, as far as that can be done; never waits."""
+
+    @abstractmethod
     async def _end(self) -> None:
         """End the engine and give everything back, whatever state either is in. Repeating it does nothing."""
 
     def _begin(self, text: str) -> None:
         """A new engine is about to live: forget the one before it."""
-        assert not self._streams
-        self._stats, self._info, self._refusal = EngineStats(), None, None
+        assert self._is_supervised or not self._open
+        self._info, self._refusal = None, None
         self._enter(EnginePhase("starting", text=text))
 
     def _receive(self, message: FromEngine) -> None:
+        if self.phase.name == "dead":
+            return  # a last word of one that was given up: its requests are not its own any more
         self._moved_at_s = time.monotonic()
         match message:
             case Step(updates, stats):
@@ -243,34 +360,95 @@ class EngineClient(ABC):
             case Ready(info):
                 if self.phase.name == "starting":
                     self._info = info
+                    self.lives.ready += 1
                     self._enter(EnginePhase("ready"))
+                    self._rerun()
+            case Seen(look_id, view):
+                if (answer := self._looks.pop(look_id, None)) is not None and not answer.done():
+                    answer.set_result(view)
+            case Kv(ask_id, answer) | WasReset(ask_id, answer):
+                self._questions.answered(ask_id, answer)
             case Failed():
                 self._refusal = message
                 self._died(message.reason)
 
     def _died(self, reason: str) -> None:
-        """The engine is gone. Only the first reason counts; every open stream ends here."""
+        """The engine is gone. Only the first reason counts; every open stream ends here, or waits to run again."""
         if self.phase.name == "dead":
             return
+        had_begun = self.phase.name != "starting"
         self._enter(EnginePhase("dead", reason=reason))
-        self._fail_streams("the engine has stopped", "engine_unavailable")
+        self._questions.fail("the engine has stopped")
+        for answer in self._looks.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailable("the engine has stopped"))
+        self._looks.clear()
+        self._earlier_stats, self._stats = added(self._earlier_stats, sums(self._stats)), EngineStats()
+        if not self._is_supervised or self._is_closed:
+            self._fail_streams("the engine has stopped", "engine_unavailable")
+            return
+        for entry in list(self._open.values()):
+            self._end_cancelled(entry)
+            if had_begun and (entry.runs >= MAX_RUNS or not entry.stream.can_rerun):
+                self._fail(entry, "the engine has stopped", "engine_unavailable")
+            elif had_begun and entry.stream.open_choices:
+                entry.runs += 1
+                self._expire_later(entry)
+
+    def _rerun(self) -> None:
+        """Give a new engine what waits for it."""
+        now = time.monotonic()
+        for entry in list(self._open.values()):
+            request = entry.again(now)
+            try:
+                check_request(self.info, request)
+            except CellserveError:  # the new engine is smaller than the old one
+                self._fail(entry, "the engine has stopped", "engine_unavailable")
+                continue
+            self.lives.requests_rerun += 1
+            entry.stream.begin_again()
+            self._send(Submit(request))
+            for index in sorted(set(range(request.n)) - entry.stream.open_choices):
+                self._send(Cancel(request.request_id, index))
+
+    def _expire_later(self, entry: OpenRequest) -> None:
+        """A request's deadline holds while no engine is there to keep it."""
+        deadline_s = entry.request.deadline_s
+        if deadline_s is None:
+            return
+
+        def expire() -> None:
+            if self.phase.name not in ("ready", "draining"):
+                error = f"the request's deadline_s of {deadline_s} s has passed"
+                self._fail(entry, error, "deadline_exceeded")
+
+        asyncio.get_running_loop().call_later(entry.since_s + deadline_s - time.monotonic(), expire)
 
     def _deliver(self, update: Update) -> None:
-        stream = self._streams.get(update.request_id)
-        if stream is None or not stream.push(update) or update.finish is None:
+        entry = self._open.get(update.request_id)
+        if entry is None:
             return
-        self._num_outstanding -= 1
-        if stream.open_choices:
+        num_open = len(entry.stream.open_choices)
+        entry.stream.push(update)
+        self._num_outstanding -= num_open - len(entry.stream.open_choices)
+        if entry.stream.open_choices:
             return
-        del self._streams[update.request_id]
-        self._cancelled.pop(update.request_id, None)
-        if not self._streams:
+        del self._open[update.request_id]
+        if not self._open:
             self._is_idle.set()
 
+    def _end_cancelled(self, entry: OpenRequest) -> None:
+        for index in sorted(entry.stream.open_choices & entry.cancelled):
+            self._deliver(Update(entry.request.request_id, index=index, finish="cancelled"))
+
+    def _fail(self, entry: OpenRequest, error: str, code: ErrorCode) -> None:
+        for index in sorted(entry.stream.open_choices):
+            name = entry.request.request_id
+            self._deliver(Update(name, index=index, finish="failed", error=error, error_code=code))
+
     def _fail_streams(self, error: str, code: ErrorCode) -> None:
-        for stream in list(self._streams.values()):
-            for index in sorted(stream.open_choices):
-                self._deliver(Update(stream.request_id, index=index, finish="failed", error=error, error_code=code))
+        for entry in list(self._open.values()):
+            self._fail(entry, error, code)
 
     def _enter(self, phase: EnginePhase) -> None:
         over, self._turn = self._turn, _Turn(phase)

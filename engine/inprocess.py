@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.dispatch import STOP_GRACE_S, EngineClient
+from engine.errors import EngineUnavailable
 from engine.thread import Build, build_from_config, run_engine
 from engine.wire import FromEngine, Stop, ToEngine
 
@@ -29,7 +30,11 @@ class InProcessClient(EngineClient):
         return cls(lambda progress: build_from_config(config, progress))
 
     async def _launch(self) -> None:
-        assert self._ended is None or self._ended.is_set(), "the engine before this one still hangs in its step"
+        if self._ended is not None and not self._ended.is_set():
+            raise EngineUnavailable(
+                "the engine before this one still hangs in its step, and a thread cannot be ended: the server must be "
+                "started anew, or its engine run in a process of its own"
+            )
         self._begin("loading")
         asyncio_loop = asyncio.get_running_loop()
         inbox, ended = self._inbox, self._ended = _QueueInbox(), asyncio.Event()
@@ -52,6 +57,9 @@ class InProcessClient(EngineClient):
 
     def _send(self, message: ToEngine) -> None:
         self._inbox.put(message)
+
+    def _kill(self) -> None:
+        self._inbox.put(Stop())  # for when it comes back from its step: a thread cannot be ended from outside
 
     async def _end(self) -> None:
         if self._ended is None:

@@ -62,6 +62,10 @@ class ProcessClient(EngineClient):
         if self._child is not None:
             self._child.sender.send(encode(message), zmq.NOBLOCK)  # never full: it is unbounded, admission is not
 
+    def _kill(self) -> None:
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
+
     async def _end(self) -> None:
         if self._life is None:
             return

@@ -6,11 +6,17 @@ Owned by the asyncio thread alone. A stream knows nothing of engines; its client
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
 from engine.types import TokenLogprobs, Update
+
+
+TAKEN_TOKENS = 64
+"""The most that `RequestStream.take` gives at once."""
 
 
 class RequestStream:
@@ -19,22 +25,72 @@ class RequestStream:
     Memory is bounded by the request itself: what nobody has read yet is kept as one update a choice, so a reader that
     falls behind gets fewer and longer updates, never a queue of them.
 
+    Until `commit` the request may be run a second time by another engine. The tokens that came already are then
+    expected again, compared, and not given twice.
+
     Leave it with `async with` or `aclose()`: a request that has not finished by then is cancelled.
     """
 
-    def __init__(self, request_id: str, num_choices: int, cancel: Callable[[str, int | None], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        num_choices: int,
+        cancel: Callable[[str, int | None], None],
+        *,
+        may_rerun: bool = False,
+    ) -> None:
         self.request_id = request_id
         self._cancel = cancel
         self._open = set(range(num_choices))
         self._unread: dict[int, Update] = {}
         """By choice, longest unread first."""
         self._reader: asyncio.Future[None] | None = None
+        self._on_news: Callable[[], None] | None = None
         self._is_left = False
+        self._given = [_Given() for _ in range(num_choices)] if may_rerun else None
+
+    @property
+    def can_rerun(self) -> bool:
+        """Nothing of it has left for its caller."""
+        return self._given is not None
+
+    def commit(self) -> None:
+        """Something of it leaves for its caller now: from here on a second run could contradict it."""
+        self._given = None
+
+    def begin_again(self) -> None:
+        """Another engine runs it from its beginning."""
+        assert self._given is not None
+        for given in self._given:
+            given.due = len(given.tokens)
 
     @property
     def open_choices(self) -> frozenset[int]:
         """Choices whose last update has not come, read or unread."""
         return frozenset(self._open)
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that nobody has taken yet, an alternative of a log probability counted as one."""
+        return sum(map(_size, self._unread.values()))
+
+    def when_news(self, call: Callable[[], None]) -> None:
+        """Call this at every push from now on, from within it, instead of waking a reader: it must not raise.
+
+        News that has come already is not told.
+        """
+        self._on_news = call
+
+    def take(self) -> Update | None:
+        """What is longest unread, or None; never waits. At most TAKEN_TOKENS tokens, so that no answer to it is huge."""
+        if not self._unread:
+            return None
+        index, update = next(iter(self._unread.items()))
+        if len(update.token_ids) <= TAKEN_TOKENS:
+            del self._unread[index]
+            return update
+        update, self._unread[index] = _split(update, TAKEN_TOKENS)
+        return update
 
     def cancel(self, index: int | None = None) -> None:
         """Ask the engine to end this choice, or all that are open; each still gets its last update, "cancelled"."""
@@ -76,17 +132,66 @@ class RequestStream:
         """The client's side. False: the choice has had its last update and this one was dropped."""
         if update.index not in self._open:
             return False
+        if self._given is not None:
+            update = self._given[update.index].take(update)
         if update.finish is not None:
             self._open.remove(update.index)
-        if not self._is_left:
+        if not self._is_left and not _is_empty(update):
             unread = self._unread.get(update.index)
             self._unread[update.index] = update if unread is None else _joined(unread, update)
             self._wake()
         return True
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
+        if self._on_news is not None:
+            self._on_news()
+        elif self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+@dataclass(slots=True)
+class _Given:
+    """What a choice has been given, so that a second run goes on behind it."""
+
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    due: int = 0
+    """How many of the tokens, from the end, the second run has not come to yet."""
+    has_cached: bool = False
+    has_prompt_logprobs: bool = False
+
+    def take(self, update: Update) -> Update:
+        """The part of the update that is new; a failure where a second run differs from the first."""
+        known = min(self.due, len(update.token_ids))
+        start = len(self.tokens) - self.due
+        self.due -= known
+        is_other = tuple(self.tokens[start : start + known]) != update.token_ids[:known]
+        if is_other or (self.due and update.finish in ("stop", "length")):
+            error = "the second run of the request went another way than the first"
+            return Update(
+                update.request_id, index=update.index, finish="failed", error=error, error_code="engine_unavailable"
+            )
+        self.tokens.extend(update.token_ids[known:])
+        is_second = self.has_cached
+        self.has_cached = is_second or update.cached_tokens is not None
+        had_prompt, self.has_prompt_logprobs = (
+            self.has_prompt_logprobs,
+            self.has_prompt_logprobs or update.prompt_logprobs is not None,
+        )
+        if not known and not is_second and not had_prompt:
+            return update
+        return replace(
+            update,
+            token_ids=update.token_ids[known:],
+            logprobs=None if update.logprobs is None else update.logprobs[known:] or None,
+            prompt_logprobs=None if had_prompt else update.prompt_logprobs,
+            cached_tokens=None if is_second else update.cached_tokens,
+        )
+
+
+def _is_empty(update: Update) -> bool:
+    """Nothing in it is news."""
+    told = (update.token_ids, update.finish, update.prompt_logprobs)
+    return not any(told) and update.cached_tokens is None
 
 
 def _joined(first: Update, then: Update) -> Update:
@@ -102,7 +207,33 @@ def _joined(first: Update, then: Update) -> Update:
         stop_token_id=then.stop_token_id,
         error=then.error,
         error_code=then.error_code,
+        embedding=then.embedding,
     )
+
+
+def _split(update: Update, count: int) -> tuple[Update, Update]:
+    """The first `count` tokens with what comes once at the beginning, and the others with the end."""
+    ids, entries = update.token_ids, update.logprobs
+    first = Update(
+        update.request_id,
+        index=update.index,
+        token_ids=ids[:count],
+        logprobs=None if entries is None else entries[:count],
+        prompt_logprobs=update.prompt_logprobs,
+        cached_tokens=update.cached_tokens,
+    )
+    rest = replace(
+        update,
+        token_ids=ids[count:],
+        logprobs=None if entries is None else entries[count:],
+        prompt_logprobs=None,
+        cached_tokens=None,
+    )
+    return first, rest
+
+
+def _size(update: Update) -> int:
+    return len(update.token_ids) + sum(len(entry.top) for entry in update.logprobs or ())
 
 
 def _added(
