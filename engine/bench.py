@@ -18,6 +18,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,11 +37,15 @@ from engine.errors import CellserveError
 from engine.loop import EngineLoop
 from engine.types import EngineInfo, GenerateRequest, SamplingParams
 from static_graphs.loading import load_config, locate
+from static_graphs.shapes import SHAPES, write_config
 
 PREFILL_ROWS = 512
 MAX_PASSES = 20
 PASSES_S = 5.0
 """Seconds after which no further pass of one row count begins."""
+IDLE_STEPS = 60
+"""Steps of which the device's pauses are counted."""
+MIN_PAUSE_S = 5e-6
 Json = dict[str, str | float | None]
 
 
@@ -62,6 +67,15 @@ class Workload:
     def new_tokens(self) -> int:
         return sum(new for _, new in self.requests)
 
+    @property
+    def is_prefill(self) -> bool:
+        """Whether prompts are all there is to it: then prompt tokens are what counts."""
+        return all(new == 1 for _, new in self.requests)
+
+    @property
+    def counted_tokens(self) -> int:
+        return self.prompt_tokens if self.is_prefill else self.new_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
@@ -81,11 +95,11 @@ class Ceilings:
         return self.weight_bytes / self.pass_s[1] / 1e9
 
     def floor_tok_s(self, work: Workload) -> float:
-        """New tokens a second if matrix products were all there is. The head runs on a prompt's last row alone."""
+        """Tokens a second if matrix products were all there is. The head runs on a prompt's last row alone."""
         body_part = 1 - self.head_flops_per_row / self.flops_per_row
         prefill_s = work.prompt_tokens * self.pass_s[PREFILL_ROWS] / PREFILL_ROWS * body_part
         decode_rows = work.new_tokens - len(work.requests)
-        return work.new_tokens / (prefill_s + decode_rows / work.streams * self.pass_s[work.streams])
+        return work.counted_tokens / (prefill_s + decode_rows / work.streams * self.pass_s[work.streams])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,29 +107,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     if args.threads:
         torch.set_num_threads(args.threads)
-    streams = args.streams or (256 if args.requests == "nano" else 32)
-    config = EngineConfig(model=args.model, device=args.device, dtype=args.dtype, max_num_seqs=streams)
-    try:
-        with console.status("starting") as status:
-            loop, info = build_engine(config, lambda text, done, of: status.update(text))
-    except CellserveError as error:
-        console.print(f"bench: {error}", style="red", markup=False)
-        return 2
-    work = nano(info.vocab_size) if args.requests == "nano" else fixed(args.requests, streams, info.vocab_size)
-    work = Workload(work.case, work.requests, min(streams, len(work.requests)))
-    measured = _run_repeats(loop, work, args.repeat, console)
-    with console.status("measuring the ceilings"):
-        ceilings = measure_ceilings(info, torch.device(info.device), (1, 32, PREFILL_ROWS, work.streams))
-    for record in _records(info, work, measured, ceilings, args.peer):
+    with tempfile.TemporaryDirectory(prefix="cellserve-bench-") as folder:
+        try:
+            with console.status("starting") as status:
+                started_s = time.perf_counter()
+                loop, info = build_engine(_config(args, Path(folder)), lambda text, *_: status.update(text))
+                start_s = time.perf_counter() - started_s
+        except CellserveError as error:
+            console.print(f"bench: {error}", style="red", markup=False)
+            return 2
+        work = workload(args, info.vocab_size)
+        measured = _run_repeats(loop, work, args.repeat, console)
+        idle_s = measure_idle(loop, work, info.device) if args.idle else None
+        with console.status("measuring the ceilings"):
+            ceilings = measure_ceilings(info, torch.device(info.device), (1, 32, PREFILL_ROWS, work.streams))
+    report = Report(info, work, args.shape or Path(info.model).name, ablations(args))
+    for record in report.records(measured, ceilings, args.peer, idle_s, start_s):
         print(json.dumps(record))
     return 0
 
 
-def fixed(num_requests: int, streams: int, vocab_size: int) -> Workload:
-    """Requests of 128 random prompt tokens and 64 new tokens each."""
+def workload(args: argparse.Namespace, vocab_size: int) -> Workload:
+    streams = _streams(args)
+    if args.requests == "nano":
+        work = nano(vocab_size)
+    else:
+        work = fixed(args.requests, streams, vocab_size, args.input, args.output, args.prefix)
+    return Workload(work.case, work.requests, min(streams, len(work.requests)))
+
+
+def ablations(args: argparse.Namespace) -> str:
+    """What was switched off, as a figure's case says it."""
+    return "".join(f" {flag}" for flag, is_on in _flags(args).items() if is_on)
+
+
+def fixed(
+    num_requests: int, streams: int, vocab_size: int, num_in: int = 128, num_out: int = 64, num_shared: int = 0
+) -> Workload:
+    """Requests of `num_in` random prompt tokens, the first `num_shared` the same in all, and `num_out` new tokens."""
     rng = random.Random(0)
-    requests = tuple((tuple(rng.choices(range(vocab_size), k=128)), 64) for _ in range(num_requests))
-    return Workload(f"{num_requests} x 128 in, 64 out, {streams} streams", requests, streams)
+    shared = rng.choices(range(vocab_size), k=num_shared)
+    requests = tuple(
+        ((*shared, *rng.choices(range(vocab_size), k=num_in - num_shared)), num_out) for _ in range(num_requests)
+    )
+    shares = f", {num_shared} shared" if num_shared else ""
+    return Workload(f"{num_requests} x {num_in} in{shares}, {num_out} out, {streams} streams", requests, streams)
 
 
 def nano(vocab_size: int) -> Workload:
@@ -148,6 +184,50 @@ def run_workload(loop: EngineLoop, work: Workload, name: str, on_tokens: Callabl
     duration_s = time.perf_counter() - started_s
     assert received == work.new_tokens, f"{received} tokens came of {work.new_tokens}"
     return duration_s
+
+
+def measure_idle(loop: EngineLoop, work: Workload, device: str) -> float | None:
+    """Median seconds a step for which the device had nothing to do while every stream decoded.
+
+    Pauses inside a captured forward are the forward's: only those of MIN_PAUSE_S and longer are the loop's. None where
+    the profiler sees no kernels.
+    """
+    if not device.startswith("cuda"):
+        return None
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    run_workload(loop, Workload("", tuple((prompt, 8) for prompt, _ in work.requests[:1]), 1), "idle-warm", _ignore)
+    for number, (prompt, _) in enumerate(work.requests[: work.streams]):
+        greedy = SamplingParams(temperature=0.0)
+        loop.submit(GenerateRequest(f"idle-{number}", prompt[:64], sampling=greedy, max_new_tokens=IDLE_STEPS + 60))
+    for _ in range(40):
+        loop.step()
+    before = loop.stats().steps
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(IDLE_STEPS):
+            loop.step()
+        steps = loop.stats().steps - before
+        torch.cuda.synchronize()
+    while loop.has_work():
+        loop.step()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in seen.events() or ()
+        if event.device_type is DeviceType.CUDA
+    )
+    if not spans:
+        return None
+    pauses_us, end = 0.0, spans[0][1]
+    for start, stop in spans:
+        if start - end >= MIN_PAUSE_S * 1e6:
+            pauses_us += start - end
+        end = max(end, stop)
+    return pauses_us / 1e6 / steps
+
+
+def _ignore(tokens: int) -> None:
+    pass
 
 
 def measure_ceilings(info: EngineInfo, device: torch.device, row_counts: Sequence[int]) -> Ceilings:
@@ -190,29 +270,47 @@ def _run_repeats(loop: EngineLoop, work: Workload, repeats: int, console: Consol
             task = progress.add_task(f"{work.case}, run {number + 1}", total=work.new_tokens)
 
             advance = functools.partial(progress.advance, task)
-            measured.append(work.new_tokens / run_workload(loop, work, f"run-{number}", advance))
+            measured.append(work.counted_tokens / run_workload(loop, work, f"run-{number}", advance))
     return measured
 
 
-def _records(
-    info: EngineInfo, work: Workload, measured: Sequence[float], ceilings: Ceilings, peers: Sequence[tuple[str, float]]
-) -> list[Json]:
-    common: Json = {
-        "machine": _machine(torch.device(info.device)),
-        "commit": _commit(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Figures of one run -> objects as benchmarks.jsonl collects them."""
 
-    def record(bench: str, case: str, value: float, unit: str, floor: float | None = None) -> Json:
-        named: Json = {"bench": bench, "case": f"{Path(info.model).name} {info.dtype}: {case}"}
+    info: EngineInfo
+    work: Workload
+    model: str
+    ablations: str
+
+    def records(
+        self,
+        measured: Sequence[float],
+        ceilings: Ceilings,
+        peers: Sequence[tuple[str, float]],
+        idle_s: float | None,
+        start_s: float,
+    ) -> list[Json]:
+        records = [self._record("ceiling", "weights read at 1 row", ceilings.read_gb_s(), "GB/s")]
+        for rows in sorted(set(ceilings.pass_s) - {1}):
+            records.append(self._record("ceiling", f"products at {rows} rows", ceilings.gflops(rows), "GFLOP/s"))
+        records.append(self._record("start-up", "engine, in this process", start_s, "s"))
+        if idle_s is not None:
+            records.append(self._record("idle", f"decode, {self.work.streams} streams", idle_s * 1e6, "us a step"))
+        unit = "prompt tok/s" if self.work.is_prefill else "output tok/s"
+        value = statistics.median(measured)
+        ours = self._record("engine", self.work.case + self.ablations, value, unit, ceilings.floor_tok_s(self.work))
+        return records + ([ours | {"peer": name, "peer_value": value} for name, value in peers] or [ours])
+
+    def _record(self, bench: str, case: str, value: float, unit: str, floor: float | None = None) -> Json:
+        named: Json = {"bench": bench, "case": f"{self.model} {self.info.dtype}: {case}"}
         figures: Json = {"value": _rounded(value), "unit": unit, "floor": floor and _rounded(floor)}
+        common: Json = {
+            "machine": _machine(torch.device(self.info.device)),
+            "commit": _commit(),
+            "date": datetime.now(UTC).date().isoformat(),
+        }
         return named | figures | {"peer": None, "peer_value": None} | common
-
-    records = [record("ceiling", "weights read at 1 row", ceilings.read_gb_s(), "GB/s")]
-    for rows in sorted(set(ceilings.pass_s) - {1}):
-        records.append(record("ceiling", f"products at {rows} rows", ceilings.gflops(rows), "GFLOP/s"))
-    ours = record("engine", work.case, statistics.median(measured), "output tok/s", ceilings.floor_tok_s(work))
-    return records + ([ours | {"peer": name, "peer_value": value} for name, value in peers] or [ours])
 
 
 def _rounded(value: float) -> float:
@@ -247,16 +345,52 @@ def _commit() -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine.bench", description="time the engine without HTTP")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="folder, GGUF file or hub id (default: the small model)")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this published shape instead of a model")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", help="(default: bfloat16 with --shape, else float32)")
     parser.add_argument("--streams", type=int, help="requests that run at once (default: 32; 256 for nano)")
     parser.add_argument("--requests", type=_requests, default=64, help="how many, or nano for its 256 mixed ones")
+    parser.add_argument("--input", type=int, default=128, help="prompt tokens of each (default: 128)")
+    parser.add_argument("--output", type=int, default=64, help="new tokens of each; 1 measures prefill (default: 64)")
+    parser.add_argument("--prefix", type=int, default=0, help="of the prompt tokens, those that all share (default: 0)")
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts (default: 3)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument(
         "--peer", type=_peer, action="append", default=[], metavar="NAME=VALUE", help="another engine's tok/s here"
     )
+    parser.add_argument("--idle", action="store_true", help="also count the device's pauses between decode steps")
+    off = parser.add_argument_group("switched off", "what a part of the engine is worth")
+    off.add_argument("--enforce-eager", action="store_true", help="neither captured forwards nor fused kernels")
+    off.add_argument("--no-overlap", action="store_true", help="launch a step only when the one before is read")
+    off.add_argument("--no-prefix-cache", action="store_true")
     return parser
+
+
+def _config(args: argparse.Namespace, folder: Path) -> EngineConfig:
+    if args.shape:
+        write_config(args.shape, folder)
+    return EngineConfig(
+        model=str(folder) if args.shape else args.model,
+        load_format="dummy" if args.shape else "auto",
+        device=args.device,
+        dtype=args.dtype or ("bfloat16" if args.shape else "float32"),
+        max_num_seqs=_streams(args),
+        enforce_eager=args.enforce_eager,
+        overlap=not args.no_overlap,
+        prefix_cache=not args.no_prefix_cache,
+    )
+
+
+def _streams(args: argparse.Namespace) -> int:
+    return int(args.streams or (256 if args.requests == "nano" else 32))
+
+
+def _flags(args: argparse.Namespace) -> dict[str, bool]:
+    return {
+        "--enforce-eager": args.enforce_eager,
+        "--no-overlap": args.no_overlap,
+        "--no-prefix-cache": args.no_prefix_cache,
+    }
 
 
 def _requests(text: str) -> int | str:

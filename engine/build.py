@@ -83,6 +83,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         reserves_cells=False,  # the loop preempts when cells run out (D10)
         max_sequences=config.num_seqs,
         captures_static_methods=not config.enforce_eager,
+        overlaps=config.overlap,
     )
     executor = create_executor(model, options, progress, grammars)
     info = EngineInfo(

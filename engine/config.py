@@ -49,6 +49,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     widths: tuple[int, ...] | None = None
     enforce_eager: bool = False
+    overlap: bool = True
+    """On CUDA, launch each step before the ids of the one ahead of it are read (D7). Off: for finding faults."""
     prefix_cache: bool = True
     """Sessions begin with what earlier ones have computed. The single cache has nothing to share, and ignores it."""
 

@@ -91,7 +91,7 @@ def create_executor(
         max_sessions=options.max_sessions,
         max_session_tokens=plan.max_session_tokens,
         device=model.device,
-        overlaps=is_cuda,
+        overlaps=is_cuda and options.overlaps,
     )
 
 

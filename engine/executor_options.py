@@ -48,6 +48,8 @@ class ExecutorOptions:
     """Fewest rows the head runs on behind forward_others."""
     captures_static_methods: bool = True
     """On CUDA. forward_others is never captured: its width varies."""
+    overlaps: bool = True
+    """On CUDA, a step may be launched before the one ahead of it is collected (DESIGN D7)."""
     additional_methods: tuple[AdditionalMethod, ...] = ()
     """Captured where the static methods are."""
     tap_layers: tuple[int, ...] = ()

@@ -165,6 +165,11 @@ class Settings(BaseSettings):
         Field(description="run the model as transformers wrote it: no graphs, no kernels or packed weights of ours"),
         Option("scheduling", "engine/build.py"),
     ] = False
+    overlap: Annotated[
+        bool,
+        Field(description="on CUDA, launch each step before the ids of the one ahead are read; off helps find faults"),
+        Option("scheduling", "engine/build.py"),
+    ] = True
 
     host: Annotated[
         str, Field(min_length=1, description="address to listen on; 0.0.0.0: all"), Option("API", "server/run.py")
@@ -334,6 +339,7 @@ class Settings(BaseSettings):
             gpu_memory_utilization=self.gpu_memory_utilization,
             widths=self.widths,
             enforce_eager=self.enforce_eager,
+            overlap=self.overlap,
             prefix_cache=self.prefix_cache,
             kv_host_gib=self.kv_host_gib,
             kv_disk=self.kv_disk,

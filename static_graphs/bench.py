@@ -31,35 +31,8 @@ from static_graphs.capture import CapturedForwards
 from static_graphs.methods import method_table, plan_slices
 from static_graphs.model import LoadedModel, model_from_config
 from static_graphs.sampler import sample_argmax
+from static_graphs.shapes import SHAPES
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-    },
-    "0.6b": {
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-    },
-}
 COPY_BYTES = 4 << 30
 STEPS = 50
 
