@@ -11,7 +11,8 @@ await client.close(drain_s=30)
 
 from engine.dispatch import EngineClient, EnginePhase
 from engine.inprocess import InProcessClient
+from engine.lives import EngineLives
 from engine.spawned import ProcessClient
 from engine.streams import RequestStream
 
-__all__ = ["EngineClient", "EnginePhase", "InProcessClient", "ProcessClient", "RequestStream"]
+__all__ = ["EngineClient", "EngineLives", "EnginePhase", "InProcessClient", "ProcessClient", "RequestStream"]

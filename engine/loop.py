@@ -212,6 +212,7 @@ class EngineLoop:
                 self._finish(session, "failed", error=str(error), code="grammar_refused")
 
     def _expire(self) -> None:
+        codes: dict[str, ErrorCode] = {"deadline_s": "deadline_exceeded", "queue_timeout_s": "queue_timeout"}
         for deadlines, field in ((self._deadlines, "deadline_s"), (self._queue_deadlines, "queue_timeout_s")):
             if not deadlines:
                 continue

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
-ErrorCode = Literal["step_failed", "deadline_exceeded", "shutting_down", "engine_unavailable", "grammar_refused"]
+Pooling = Literal["last", "mean"]
+"""Which hidden states, behind the final norm, make a prompt's embedding: its last token's, or the mean of all."""
+ErrorCode = Literal[
+    "step_failed", "deadline_exceeded", "queue_timeout", "shutting_down", "engine_unavailable", "grammar_refused"
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,15 @@ class Policy:
     clamps: bool = False
     """A max_tokens beyond the context is cut instead of refused."""
     queue_timeout_s: float | None = None
+    request_timeout_s: float | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Policy:
-        return cls(settings.context_overflow == "clamp", settings.queue_timeout)
+        return cls(settings.context_overflow == "clamp", settings.queue_timeout, settings.request_timeout)
+
+    def deadline_s(self, asked_s: float | None) -> float | None:
+        """The shorter of the server's and the request's own."""
+        return min((limit for limit in (asked_s, self.request_timeout_s) if limit is not None), default=None)
 
 
 async def admit(
@@ -86,7 +91,7 @@ def engine_requests(
                 body, len(token_ids), info, default_new_tokens, param, clamps=policy.clamps
             ),
             priority=body.priority or 0,
-            deadline_s=body.timeout,
+            deadline_s=policy.deadline_s(body.timeout),
             queue_timeout_s=policy.queue_timeout_s,
             cache_salt=body.cache_salt,
         )

@@ -50,6 +50,13 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
             text = await asyncio.to_thread(Text, info.tokenizer_dir)
         except Exception as error:  # tokenizers raises that very class
             raise ModelError(f"the tokenizer of {info.model} cannot be used: {error}") from error
+        metrics.engine_ready(info)
+        before: Serving | None = getattr(app.state, "serving", None)
+        if before is not None:
+            # Requests that were in the engine before this one hold slots and names, and some of them run again.
+            before.text, before.fingerprint = text, models.fingerprint(info)
+            before.admission.capacity = info.max_num_seqs + info.max_waiting
+            return
         admission = Admission(
             info.max_num_seqs + info.max_waiting,
             overload_status=settings.overload_status,
@@ -61,7 +68,7 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
             client, settings, text, admission, names, metrics, models.fingerprint(info), accounts
         )
 
-    lifecycle = Lifecycle(client, on_ready)
+    lifecycle = Lifecycle(client, on_ready, settings.patience())
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -230,6 +230,12 @@ def deadline_exceeded(message: str = "the request's deadline passed before it fi
     return ApiError(504, message, type="timeout_error", code="deadline_exceeded")
 
 
+def queue_timeout(retry_after_s: float = 5.0) -> ApiError:
+    """Nothing was begun: another server, or this one later, may have a place."""
+    message = "the request waited longer for a place than this server lets it (--queue-timeout)"
+    return _unavailable(message, "queue_timeout", retry_headers(retry_after_s))
+
+
 def internal_error(message: str = "the server failed to answer this request") -> ApiError:
     return ApiError(500, message, type="server_error", code="internal_error")
 
@@ -275,6 +281,8 @@ def from_failure(code: ErrorCode | None) -> ApiError:
     match code:
         case "deadline_exceeded":
             return deadline_exceeded()
+        case "queue_timeout":
+            return queue_timeout()
         case "shutting_down":
             return draining("the server shut down before the request finished")
         case "grammar_refused":

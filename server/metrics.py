@@ -21,7 +21,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from engine.types import EngineInfo, EngineStats, FinishReason
+from engine.client import EngineLives
+from engine.types import EngineInfo, EngineStats, FinishReason, KvReport, TiersReport
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -58,6 +59,8 @@ class Engine(Protocol):
 
     @property
     def stats(self) -> EngineStats: ...
+    @property
+    def lives(self) -> EngineLives: ...
 
 
 class Metrics:
@@ -210,6 +213,12 @@ class _EngineCollector(Collector):
         yield self._counter("cellserve:steps", "Steps run.", stats.steps)
         yield self._counter("cellserve:steps_failed", "Steps that failed on the host.", stats.steps_failed)
         yield self._counter("cellserve:step_time_seconds", "Time spent in steps.", stats.step_time_s)
+        lives = self._engine.lives
+        yield self._counter("cellserve:engine_restarts", "Engines started behind another one's death.", lives.restarts)
+        yield self._counter("cellserve:engine_hung", "Engines ended because nothing moved.", lives.hung)
+        yield self._counter(
+            "cellserve:requests_rerun", "Requests that ran again on another engine.", lives.requests_rerun
+        )
         yield self._counter("cellserve:padding_rows", "Rows run that held no token.", stats.padding_rows)
         yield self._counter("cellserve:engine_prompt_tokens", "Prompt tokens run.", stats.prompt_tokens)
         yield self._counter("cellserve:engine_generated_tokens", "Tokens the engine drew.", stats.generated_tokens)

@@ -37,6 +37,8 @@ EXIT_MODEL = 1
 """The model cannot be loaded or the engine cannot start."""
 EXIT_USAGE = 2
 """An option, the environment, the YAML file or the address is wrong."""
+EXIT_ENGINE = 3
+"""The engine has died more often than --max-restarts allows."""
 
 _FLUSH_S = 5
 """How long answers whose tokens are all there may take to reach slow readers, after the drain."""
@@ -190,6 +192,10 @@ class Server(uvicorn.Server):
             telling.cancel()
             await asyncio.wait([telling])
         print(ready_line(self._url, info, self._settings), flush=True)
+        end = await self._lifecycle.wait_given_up()
+        print(f"cellserve: {end}", file=sys.stderr, flush=True)
+        self.exit_code = EXIT_ENGINE
+        self.should_exit = True
 
 
 class Protocol(H11Protocol):

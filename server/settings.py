@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 from engine.config import DEFAULT_MODEL, DEFAULT_MODEL_NAME, CacheKind, EngineConfig, LoadFormat
 from engine.errors import ConfigError
 from server.key_limits import KeyLimits
+from server.lifecycle import Patience
 
 ENV_PREFIX = "CELLSERVE_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
@@ -249,9 +250,34 @@ class Settings(BaseSettings):
     ] = 429
     queue_timeout: Annotated[
         float | None,
-        Field(gt=0, description="how long a request may wait for a place before it gets 504"),
+        Field(gt=0, description="how long a request may wait for a place before it gets 503"),
         Option("limits", "server/answers.py", "s"),
     ] = None
+    request_timeout: Annotated[
+        float | None,
+        Field(gt=0, description="how long a request may take in all before it gets 504; its own may be shorter"),
+        Option("limits", "server/answers.py", "s"),
+    ] = None
+    step_timeout: Annotated[
+        float,
+        Field(gt=0, description="silence of an engine at work that ends it; never less than 10 of its slowest steps"),
+        Option("limits", "server/lifecycle.py", "s"),
+    ] = 120.0
+    warm_up_timeout: Annotated[
+        float,
+        Field(gt=0, description="the same for each of the first 16 steps of an engine, which may compile"),
+        Option("limits", "server/lifecycle.py", "s"),
+    ] = 600.0
+    max_restarts: Annotated[
+        int,
+        Field(ge=0, description="engines that may follow dead ones within --restart-window before the server ends"),
+        Option("limits", "server/lifecycle.py", "engines"),
+    ] = 3
+    restart_window: Annotated[
+        float,
+        Field(gt=0, description="how long a death of the engine counts"),
+        Option("limits", "server/lifecycle.py", "s"),
+    ] = 600.0
     key_requests_per_minute: Annotated[
         int | None,
         Field(ge=1, description="what each API key may ask for"),
@@ -303,6 +329,9 @@ class Settings(BaseSettings):
                 raise ConfigError(f"--api-key-file {self.api_key_file} holds no key: nobody would be kept out")
             keys += in_file
         return tuple(keys)
+
+    def patience(self) -> Patience:
+        return Patience(self.step_timeout, self.warm_up_timeout, self.max_restarts, self.restart_window)
 
     def key_limits(self) -> KeyLimits:
         return KeyLimits(self.key_requests_per_minute, self.key_tokens_per_minute, self.key_concurrent)

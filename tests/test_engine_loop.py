@@ -205,7 +205,7 @@ def test_a_queue_timeout_ends_what_still_waits_and_nothing_that_has_run():
     now[0] = 6.0
     engine.run()
     assert (engine.finish("running"), engine.finish("waiting")) == ("length", "failed")
-    assert engine.of("waiting")[-1].error_code == "deadline_exceeded"
+    assert engine.of("waiting")[-1].error_code == "queue_timeout"
     assert engine.holds_nothing()
 
 

@@ -485,7 +485,7 @@ def test_4_7_unknown_fields_are_named_in_a_header_and_once_in_the_log(
     assert caplog.text.count("frobnicate") == 1
 
 
-def test_a_request_that_waits_too_long_for_a_place_is_a_504(tiny: TinyTokenizer) -> None:
+def test_a_request_that_waits_too_long_for_a_place_is_a_503(tiny: TinyTokenizer) -> None:
     executor = ScriptedExecutor(count_up)
     executor.hold()
     settings = Settings(access_log=False, queue_timeout=0.2)
@@ -508,7 +508,8 @@ def test_a_request_that_waits_too_long_for_a_place_is_a_504(tiny: TinyTokenizer)
         for thread in threads:
             thread.join()
         assert answers[5].status_code == 200
-        assert (answers[6].status_code, answers[6].json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert (answers[6].status_code, answers[6].json()["error"]["code"]) == (503, "queue_timeout")
+        assert int(answers[6].headers["Retry-After"]) >= 1
 
 
 def test_the_openai_client_reads_every_answer_strictly(server: LiveServer) -> None:

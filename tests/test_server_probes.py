@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.client import InProcessClient
+from engine.client import EngineLives, InProcessClient
 from engine.dispatch import EngineClient
 from engine.errors import ModelError
 from engine.loop import EngineLoop
@@ -137,26 +137,41 @@ def test_draining_is_not_ready_but_healthy_and_takes_nothing_new(
     assert [update.finish for update in server.run(collect(stream))][-1] == "length"
 
 
-def test_a_dead_engine_is_unhealthy_and_starts_again(executor: ScriptedExecutor) -> None:
-    executor.fail_step(1, RuntimeError("a fault that nobody handles"))
-    with live_server(scripted_client(executor), QUIET) as server:
+def test_a_dead_engine_is_unhealthy_until_another_one_runs_which_takes_over_its_requests() -> None:
+    dying, go_on = ScriptedExecutor(), threading.Event()
+    dying.fail_step(1, RuntimeError("a fault that nobody handles"))
+    executors = [dying, ScriptedExecutor()]
+
+    def build(progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
+        assert len(executors) == 2 or go_on.wait(20)
+        return scripted_loop(executors.pop(0), scripted_info()), scripted_info()
+
+    with live_server(InProcessClient(build), QUIET) as server:
         stream = server.call(lambda: client_of(server).submit(GenerateRequest("r", (5,))))
-        assert [update.error_code for update in server.run(collect(stream))] == ["engine_unavailable"]
-        health = server.http.get("/health")
-        assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_unavailable")
+        until(lambda: server.http.get("/health").status_code == 503)
+        assert server.http.get("/ready").status_code == 503
         assert server.http.get("/live").status_code == 200
+        go_on.set()
         until(lambda: server.http.get("/ready").status_code == 200)
         assert server.http.get("/health").status_code == 200
+        updates = server.run(collect(stream))
+        assert [token for update in updates for token in update.token_ids] == list(range(6, 22))
+        assert server.metric("cellserve:engine_restarts_total") == server.metric("cellserve:requests_rerun_total") == 1
 
 
 class SilentClient(InProcessClient):
     """Says of itself whatever silence a test wants."""
 
     silence_s = 0.0
+    steps = 1000
 
     @property
     def stalled_s(self) -> float:
         return self.silence_s
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps
 
 
 def silent_client(silence_s: float) -> SilentClient:
@@ -233,6 +248,7 @@ REASONS = ("stop", "length", "abort", "error")
 
 class Engine:
     stats = EngineStats()
+    lives = EngineLives()
 
 
 def values(metrics: Metrics) -> dict[str, float]:

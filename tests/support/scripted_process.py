@@ -79,6 +79,24 @@ def _vanish(executor: ScriptedExecutor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _hang_once(executor: ScriptedExecutor) -> None:
+    """As hang, but only for the first engine that its parent starts."""
+    mark = Path(tempfile.gettempdir()) / f"cellserve-hung-{os.getppid()}"
+    if mark.exists():
+        mark.unlink()
+    else:
+        mark.touch()
+        _hang(executor)
+
+
+def _die_in_every_step(executor: ScriptedExecutor) -> None:
+    def answer(prompt: tuple[int, ...], generated: tuple[int, ...], seed: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("a killed process goes on")
+
+    executor.answer = answer
+
+
 SCENES: dict[str, Callable[[ScriptedExecutor], None]] = {
     "plain": _plain,
     "refuse-config": _refuse_config,
@@ -86,7 +104,9 @@ SCENES: dict[str, Callable[[ScriptedExecutor], None]] = {
     "crash-in-load": _crash_in_load,
     "load-for-ever": _load_for_ever,
     "hang": _hang,
+    "hang-once": _hang_once,
     "break": _break,
+    "die-in-every-step": _die_in_every_step,
     "vanish": _vanish,
 }
 

@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def _client(options: Settings) -> EngineClient:
-    if options.model == "load-for-ever":
+    if options.model in ("load-for-ever", "die-in-every-step"):
         return ProcessClient(options.to_engine_config(), module="support.scripted_process")
     executor = ScriptedExecutor(max_sessions=128)
 
