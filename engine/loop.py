@@ -221,7 +221,7 @@ class EngineLoop:
                 sessions = self._requests[request_id]
                 error = f"the request's {field} of {getattr(sessions[0].request, field)} s has passed"
                 for session in list(sessions):
-                    self._finish(session, "failed", error=error, code="deadline_exceeded")
+                    self._finish(session, "failed", error=error, code=codes[field])
 
     def _launch_next(self) -> InFlight | None:
         takes = self._scheduler.next_takes(self._prefixes.available_cells)

@@ -62,7 +62,6 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
             overload_status=settings.overload_status,
             on_refused=metrics.rejected,
         )
-        metrics.engine_ready(info)
         accounts = Accounts(settings.key_limits())
         app.state.serving = Serving(
             client, settings, text, admission, names, metrics, models.fingerprint(info), accounts
