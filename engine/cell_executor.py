@@ -20,6 +20,7 @@ from cache.geometry import CacheFull
 from engine.errors import SessionRefused, SessionsExhausted, StepFailed
 from engine.executor import Cells
 from engine.packing import PackedStep, PackLimits, Slot, pack, select_rows
+from engine.pooling import PooledStep
 from engine.raw_steps import Consume, RawStep, RawSteps
 from engine.sampling import Sampled, Sampler
 from engine.slices import run_slice
@@ -55,6 +56,8 @@ class CellInFlight:
     parts: tuple[SlicePart, ...]
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # by chunk
     refusals: dict[int, str]  # by session: it alone did not run
+    forwards: tuple[tuple[str, int, int], ...]
+    pooled: PooledStep
 
 
 class CellExecutor:
@@ -282,6 +285,7 @@ class CellExecutor:
         refused = {session: ChunkOutput(session, error=error) for session, error in in_flight.refusals.items()}
         for part in in_flight.parts:
             for row, error in part.sampled.errors.items():
+        pooled = in_flight.pooled.collect()
                 session = in_flight.batch.chunks[part.answers[row]].session_id
                 refused[session] = ChunkOutput(session, error=error, error_code="grammar_refused")
             for chunk, (token_id, values) in zip(part.answers.tolist(), part.sampled.collect(), strict=True):
@@ -291,14 +295,19 @@ class CellExecutor:
         return StepOutput(
             tuple(
                 refused.get(chunk.session_id)
-                or self._output(in_flight, index, chunk, token_ids[index], logprobs[index])
+                or self._output(in_flight, index, chunk, token_ids[index], logprobs[index], pooled.get(index))
                 for index, chunk in enumerate(in_flight.batch.chunks)
             )
         )
 
     @staticmethod
     def _output(
-        in_flight: CellInFlight, index: int, chunk: Chunk, token_ids: list[int], logprobs: list[TokenLogprobs]
+        in_flight: CellInFlight,
+        index: int,
+        chunk: Chunk,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        pooled: bytes | None,
     ) -> ChunkOutput:
         return ChunkOutput(
             session_id=chunk.session_id,
@@ -308,6 +317,7 @@ class CellExecutor:
         )
 
     def _pack(self, batch: Batch) -> PackedStep:
+            pooled=pooled,
         """Check everything that can be known before anything changes. Poisoned sessions are refused one by one."""
         poisoned = {
             chunk.session_id: f"session {chunk.session_id} cannot go on: a step of it failed"
@@ -350,15 +360,24 @@ class CellExecutor:
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         for step_slice in plan_slices(packed.num_tokens, self._forwards.methods):
             span = slice(step_slice.offset, step_slice.offset + step_slice.length)
+        ran: list[tuple[str, int, int]] = []
+        pooled = PooledStep(packed)
             rows, asked = select_rows(packed.selected, step_slice.offset, step_slice.length)
             logits = run_slice(
-                self._forwards, self._cache, step_slice, tokens[span], positions[span], packed.seq_ids[span], rows
+                self._forwards,
+                self._cache,
+                step_slice,
+                tokens[span],
+                positions[span],
+                packed.seq_ids[span],
+                rows,
+                pooled.take(step_slice),
             )
             if logits is not None:
                 part = self._answer(batch, packed, asked, logits, prompt_logprobs)
                 if part is not None:
                     parts.append(part)
-        return CellInFlight(batch, tuple(parts), prompt_logprobs, dict(packed.refusals))
+        return CellInFlight(batch, tuple(parts), prompt_logprobs, dict(packed.refusals), tuple(ran), pooled)
 
     def _answer(
         self,

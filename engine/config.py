@@ -20,6 +20,8 @@ DEFAULT_NUM_SEQS = 256
 
 LoadFormat = Literal["auto", "dummy"]
 CacheKind = Literal["cells", "single"]
+PoolingChoice = Literal["auto", "last", "mean"]
+DefaultsChoice = Literal["auto", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class EngineConfig:
     enforce_eager: bool = False
     overlap: bool = True
     """On CUDA, launch each step before the ids of the one ahead of it are read (D7). Off: for finding faults."""
+    pooling: PoolingChoice = "auto"
+    """Of embeddings. auto: as the model's own files say, the last token where they say nothing."""
+    generation_config: DefaultsChoice = "auto"
+    """Whose sampling values hold where a request names none. auto: those of the model's generation_config.json, then
+    the API's; none: the API's alone."""
     prefix_cache: bool = True
     """Sessions begin with what earlier ones have computed. The single cache has nothing to share, and ignores it."""
 
@@ -88,6 +95,10 @@ class EngineConfig:
             raise ConfigError(f"dtype is {self.dtype!r}: it must be auto, float32, bfloat16 or float16")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}: it must be auto or dummy")
+        if self.pooling not in ("auto", "last", "mean"):
+            raise ConfigError(f"pooling is {self.pooling!r}: it must be auto, last or mean")
+        if self.generation_config not in ("auto", "none"):
+            raise ConfigError(f"generation_config is {self.generation_config!r}: it must be auto or none")
         if self.device not in ("auto", "cpu", "cuda") and not _is_cuda_index(self.device):
             raise ConfigError(f"device is {self.device!r}: it must be auto, cpu, cuda or cuda:N")
         if self.widths is not None:
@@ -124,6 +135,7 @@ class EngineConfig:
 def check_request(info: EngineInfo, request: GenerateRequest) -> None:
     """Raise what makes `request` impossible on this engine, however long it waited."""
     prompt, new = len(request.prompt_token_ids), request.max_new_tokens
+    assert request.pooling is None or (request.n == 1 and new == 0 and info.pooling is not None)
     if prompt < 1:
         raise RequestTooLarge("the prompt has no tokens: at least 1 is needed")
     if prompt + new > info.max_model_len:

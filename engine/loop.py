@@ -109,7 +109,7 @@ class EngineLoop:
             self._deadlines[request.request_id] = self._clock() + request.deadline_s
         if request.queue_timeout_s is not None:
             self._queue_deadlines[request.request_id] = self._clock() + request.queue_timeout_s
-        if request.max_new_tokens == 0 and request.sampling.prompt_logprobs is None:
+        if request.max_new_tokens == 0 and request.sampling.prompt_logprobs is None and request.pooling is None:
             self._finish(stem, "length")
         elif request.sampling.grammar is not None and self._grammars is not None:
             future = self._grammars.prepare(request.sampling.grammar)
@@ -282,8 +282,8 @@ class EngineLoop:
                 session.record_prompt_logprobs(chunk.position, result.prompt_logprobs)
             if result.token_ids:
                 self._accept(session, result)
-            elif session.request.max_new_tokens == 0 and session.num_computed == session.prompt_len:
-                self._finish(session, "length")
+            elif session.request.max_new_tokens == 0 and session.num_settled == session.prompt_len:
+                self._finish_prompt(session)
 
     def _refuse(self, session: Session, chunk: Chunk, result: ChunkOutput) -> None:
         """End one session of a step whose others stand. An answer that fills its context is long, not broken (X-10)."""
@@ -303,6 +303,8 @@ class EngineLoop:
         for index in session.cancelled_draws:
             self.cancel(session.request.request_id, index)
 
+            if result.pooled is not None:
+                session.record_pooled(chunk, result.pooled)
     def _fork(self, stem: Session, index: int, result: ChunkOutput) -> None:
         """Choice `index` shares the stem's prompt cells and goes on from its own first token."""
         request = stem.request
@@ -316,6 +318,14 @@ class EngineLoop:
             num_in_flight=1,
             cached_tokens=stem.cached_tokens,
         )
+    def _finish_prompt(self, session: Session) -> None:
+        """All of the prompt was run, and nothing is drawn."""
+        if session.request.pooling is not None and session.embedding() is None:
+            error = "the model's hidden states are not finite: there is no embedding"
+            self._finish(session, "failed", error=error, code="step_failed")
+        else:
+            self._finish(session, "length")
+
         self._requests[request.request_id].append(fork)
         if not self._advance(fork, index, result):
             return
@@ -400,3 +410,5 @@ class EngineLoop:
                 error_code=code,
             )
         )
+        is_embedded = session.request.pooling is not None and finish == "length"
+                embedding=session.embedding() if is_embedded else None,

@@ -48,6 +48,8 @@ class PackedStep:
     draws: npt.NDArray[np.int32]  # [R] choice drawn from the row; -1 = its log probabilities alone are wanted
     rewinds: tuple[tuple[int, int], ...]  # (seq id, position) to rewind to before the step
     refusals: Mapping[int, str]  # session id -> why none of its chunks is in the step
+    pooled: npt.NDArray[np.int64]  # [P] rows whose hidden states are handed out, ascending
+    pooled_by: npt.NDArray[np.int32]  # [P] chunk that asked
 
     @property
     def num_tokens(self) -> int:
@@ -130,6 +132,8 @@ def _lay_out(
     selected: list[int] = []
     answers: list[int] = []
     draws: list[int] = []
+    pooled: list[int] = []
+    pooled_by: list[int] = []
     for index, chunk in enumerate(chunks):
         if chunk.session_id in refusals:
             continue
@@ -146,6 +150,10 @@ def _lay_out(
             selected.extend([offset + count - 1] * chunk.draws)
             answers.extend([index] * chunk.draws)
             draws.extend(range(chunk.draws))
+        if chunk.pooling is not None:
+            num_pooled = count if chunk.pooling == "mean" else 1
+            pooled.extend(range(offset + count - num_pooled, offset + count))
+            pooled_by.extend([index] * num_pooled)
     return PackedStep(
         tokens=np.array(tokens, np.int64),
         positions=np.array(positions, np.int64),
@@ -155,4 +163,6 @@ def _lay_out(
         draws=np.array(draws, np.int32),
         rewinds=tuple(rewind for session_id, rewind in rewinds.items() if session_id not in refusals),
         refusals=refusals,
+        pooled=np.array(pooled, np.int64),
+        pooled_by=np.array(pooled_by, np.int32),
     )

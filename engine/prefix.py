@@ -201,7 +201,7 @@ class PrefixCache:
 
         None while its prompt's log probabilities are to be reported: they need every row.
         """
-        if not self._is_on or session.wants_prompt_rows:
+        if not self._is_on or session.wants_prompt_rows or session.request.pooling == "mean":
             return _NO_TOKENS
         return self._tokens_of(session)[:-1]
 

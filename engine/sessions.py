@@ -12,6 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.types import Chunk, FinishReason, GenerateRequest, TokenLogprobs
 
 
@@ -47,6 +50,8 @@ class Session:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """By prompt position; filled chunk by chunk, reported with choice 0's first update."""
 
+    pooled: npt.NDArray[np.float32] | None = None  # [hidden]
+    """What its chunks' hidden states have come to so far, for a request with pooling."""
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_token_ids)
@@ -67,7 +72,7 @@ class Session:
 
     @property
     def wants_prompt_only(self) -> bool:
-        """Nothing is drawn, but the prompt's log probabilities are asked for and not all there."""
+        """Nothing is drawn, but the prompt's log probabilities or its embedding are asked for and not all there."""
         return self.request.max_new_tokens == 0 and self.num_computed < self.prompt_len
 
     @property
@@ -110,6 +115,7 @@ class Session:
             is_decode=is_decode,
             following_token=self.request.prompt_token_ids[end] if end < self.prompt_len else -1,
         )
+            pooling=self.request.pooling if is_last or self.request.pooling == "mean" else None,
         self.num_computed = end
         self.num_in_flight += 1 if draws else 0
         return chunk
@@ -120,6 +126,21 @@ class Session:
             self.num_settled = chunk.position + len(chunk.tokens)
 
     def record_prompt_logprobs(self, position: int, values: tuple[TokenLogprobs, ...]) -> None:
+    def record_pooled(self, chunk: Chunk, pooled: bytes) -> None:
+        """Add what a collected chunk handed out. One from before a preemption comes again."""
+        if chunk.session_id == self.executor_id:
+            values = np.frombuffer(pooled, np.float32)
+            self.pooled = values if self.pooled is None else self.pooled + values
+
+    def embedding(self) -> bytes | None:
+        """The whole prompt's, of length 1 (the length of a sum or of its mean is all the same); None if not finite."""
+        assert self.pooled is not None
+        values = self.pooled.astype(np.float64)
+        length = np.linalg.norm(values)
+        if not np.isfinite(length):
+            return None
+        return (values / (length or 1.0)).astype("<f4").tobytes()
+
         """`values[i]` is of the prompt token at position + 1 + i; nothing predicts the first one."""
         if not self.prompt_logprobs:
             self.prompt_logprobs = [None] * self.prompt_len
@@ -143,3 +164,4 @@ class Session:
 def choice_seed(seed: int, index: int) -> int:
     """seed + index as a signed 64-bit value (spec api 4.2)."""
     return (seed + index + 2**63) % 2**64 - 2**63
+        self.pooled = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,9 +21,11 @@ def run_slice(
     positions: torch.Tensor,
     seq_ids: npt.NDArray[np.int32],
     rows: npt.NDArray[np.int64],
+    on_hidden: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor | None:
     """tokens, positions: [length] i64, device, of the slice alone; seq_ids [length]; rows: [R] of the slice.
 
+    on_hidden: called with the body's hidden states [W, hidden] before the head runs.
     -> logits [R, V], None without rows. A forward that raises gives back exactly the cells it claimed; one that was
     launched keeps them.
     """
@@ -29,7 +33,7 @@ def run_slice(
     cache.declare_step(seq_ids)
     step = cache.prepare_step(step_slice.width)
     try:
-        logits = forwards.run(step_slice, tokens, positions, step, selected)
+        logits = forwards.run(step_slice, tokens, positions, step, selected, on_hidden)
     except BaseException:
         cache.undo_step()
         raise

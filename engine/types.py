@@ -80,6 +80,8 @@ class GenerateRequest:
     queue_timeout_s: float | None = None
     """Seconds from submission after which the request fails unless it has begun to run."""
     cache_salt: str | None = None
+    pooling: Pooling | None = None
+    """Nothing is drawn: the answer is the prompt's embedding. Goes with n = 1 and max_new_tokens = 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Update:
     error: str | None = None
     """What happened, when finish is "failed"."""
     error_code: ErrorCode | None = None
+    embedding: bytes | None = None
+    """With finish "length" of a request with `pooling`: float32, little-endian, of length 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,8 @@ class Chunk:
     is_decode: bool = False
     following_token: int = -1
     """The prompt's next token behind the chunk, for wanted_rows "all"; -1 where the prompt ends here."""
+    pooling: Pooling | None = None
+    """Of the chunk's hidden states, which are handed out: last: the last row's; mean: the sum of all its rows'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,8 @@ class ChunkOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """With wanted_rows "all": for row r of the chunk, the value of the token that follows it in the prompt.
     The chunk's last row has an entry only when the prompt goes on behind the chunk."""
+    pooled: bytes | None = None
+    """float32 [hidden], for a chunk with `pooling`."""
     error: str | None = None
     """This session alone failed; the rest of the batch stands."""
     error_code: ErrorCode = "step_failed"
@@ -203,6 +211,13 @@ class EngineInfo:
     """Whether answers can be held to a grammar: the tokens' bytes are known."""
     is_single: bool = False
     """Whether the cache holds one sequence, so that there is nothing to clone for a second choice."""
+    pooling: Pooling | None = None
+    """How prompts become embeddings here; None: they cannot, for the reason in `no_embeddings`."""
+    no_embeddings: str = "this engine makes none"
+    embedding_size: int = 0
+    """Numbers of an embedding."""
+    matryoshka: tuple[int, ...] | None = None
+    """Sizes that an embedding may be cut to; (): any; None: the model was not trained for it."""
     created_s: int = 0
     """Unix time of the load, whole seconds."""
 

@@ -62,16 +62,21 @@ class Forwards:
         positions: torch.Tensor,
         step: CellStep,
         selected: torch.Tensor | None,
+        on_hidden: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
         """One forward.
 
         tokens, positions: [length] i64 of the slice's real tokens; step: prepared for step_slice.width rows.
         selected: [R] i64 rows of the slice, any order, repeats allowed; None when no logits are wanted: the head then
-        does not run at all. -> logits [R, V]. Raises ValueError when the model's are of another shape.
+        does not run at all. on_hidden: called with the body's output [width, hidden], behind the final norm, padding
+        rows included; the next forward may overwrite it.
+        -> logits [R, V]. Raises ValueError when the model's are of another shape.
         """
         hidden = self._body(step_slice, tokens, positions, step)
         self._calls[step_slice.method] += 1
         self.padding_rows += step_slice.width - step_slice.length
+        if on_hidden is not None:
+            on_hidden(hidden)
         if selected is None:
             return None
         rows = len(selected)

@@ -30,6 +30,7 @@ from static_graphs.loading import (
     locate,
     random_module,
 )
+from static_graphs.pooling import Embedding, matryoshka_sizes, own_pooling
 from static_graphs.proof import prove
 from static_graphs.rope import fix_frequencies
 
@@ -64,6 +65,12 @@ class LoadedModel:
     defaults: Mapping[str, float]
     """Sampling values that the model's generation_config.json writes down, by SamplingParams name."""
     architecture: str
+    hidden_size: int
+    """Numbers in a hidden state behind the final norm."""
+    embedding: Embedding
+    """How the model's authors pool a prompt's hidden states."""
+    matryoshka: tuple[int, ...] | None
+    """Sizes that an embedding may be cut to; (): any; None: it may not."""
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep) -> torch.Tensor:
         """tokens, positions: [W] i64 of the step's rows, padding included -> [W, hidden]. Writes the rows' K/V."""
@@ -141,6 +148,9 @@ def _bound(module: Any, source: Source | None, max_model_len: int | None) -> Loa
             eos_token_ids=_eos_token_ids(module, source),
             defaults={} if source is None else generation_defaults(source),
             architecture=architecture,
+            hidden_size=output.last_hidden_state.shape[-1],
+            embedding=Embedding("last") if source is None else own_pooling(source.folder),
+            matryoshka=matryoshka_sizes(config),
         )
         prove(model)
     except UnsupportedModel as refusal:

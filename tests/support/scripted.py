@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from heapq import heappop, heappush
 
 import numpy as np
@@ -259,6 +260,7 @@ class ScriptedExecutor:
         assert all(self._owners[cell] for cell in cells), "a free cell cannot be shared"
         self._owners.update(cells)
 
+            pooled=self._pooled(chunk) if chunk.pooling is not None else None,
     def _let_go(self, cells: Sequence[int]) -> None:
         for cell in cells:
             self._owners[cell] -= 1
@@ -292,6 +294,12 @@ class ScriptedExecutor:
                 self._permits -= 1
 
 
+    def _pooled(self, chunk: Chunk) -> bytes:
+        rows = [
+            np.array(scripted_hidden(token, chunk.position + i), np.float32) for i, token in enumerate(chunk.tokens)
+        ]
+        return (rows[-1] if chunk.pooling == "last" else reduce(np.add, rows)).tobytes()
+
 def scripted_info(**changes: object) -> EngineInfo:
     """A model of 1,000 ids and 512 positions; `changes` name fields of EngineInfo."""
     values: dict[str, object] = {
@@ -318,6 +326,8 @@ def scripted_loop(executor: ScriptedExecutor, info: EngineInfo) -> EngineLoop:
 
 
 def scripted_client(executor: ScriptedExecutor | None = None, **info_changes: object) -> InProcessClient:
+        "pooling": "last",
+        "embedding_size": 3,
     """An in-process client, not started; `info_changes` as in `scripted_info`."""
     executor = ScriptedExecutor() if executor is None else executor
     info = scripted_info(**({"kv_cells": executor.total_cells} | info_changes))
