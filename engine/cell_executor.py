@@ -221,6 +221,9 @@ class CellExecutor:
     def cells_of(self, session_id: int, start: int, stop: int) -> Cells:
         return self._cache.cells_of(self._sessions[session_id].sequence, start, stop)
 
+    def cell_references(self) -> Cells:
+        return self._cache.references()
+
     def rebase_session(self, session_id: int, cells: Cells) -> None:
         self._cache.rebase(self._sessions[session_id].sequence, cells)
 
@@ -282,10 +285,10 @@ class CellExecutor:
     def collect(self, in_flight: CellInFlight) -> StepOutput:
         token_ids: list[list[int]] = [[] for _ in in_flight.batch.chunks]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in in_flight.batch.chunks]
+        pooled = in_flight.pooled.collect()
         refused = {session: ChunkOutput(session, error=error) for session, error in in_flight.refusals.items()}
         for part in in_flight.parts:
             for row, error in part.sampled.errors.items():
-        pooled = in_flight.pooled.collect()
                 session = in_flight.batch.chunks[part.answers[row]].session_id
                 refused[session] = ChunkOutput(session, error=error, error_code="grammar_refused")
             for chunk, (token_id, values) in zip(part.answers.tolist(), part.sampled.collect(), strict=True):
@@ -314,10 +317,10 @@ class CellExecutor:
             token_ids=tuple(token_ids),
             logprobs=tuple(logprobs) or None,
             prompt_logprobs=tuple(in_flight.prompt_logprobs.get(index, ())) if chunk.wanted_rows == "all" else None,
+            pooled=pooled,
         )
 
     def _pack(self, batch: Batch) -> PackedStep:
-            pooled=pooled,
         """Check everything that can be known before anything changes. Poisoned sessions are refused one by one."""
         poisoned = {
             chunk.session_id: f"session {chunk.session_id} cannot go on: a step of it failed"
@@ -357,11 +360,11 @@ class CellExecutor:
             owners = torch.from_numpy(packed.seq_ids).to(self._device, torch.int64)
             tokens = torch.where(tokens < 0, self._last_token[owners], tokens)
         parts: list[SlicePart] = []
+        ran: list[tuple[str, int, int]] = []
+        pooled = PooledStep(packed)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         for step_slice in plan_slices(packed.num_tokens, self._forwards.methods):
             span = slice(step_slice.offset, step_slice.offset + step_slice.length)
-        ran: list[tuple[str, int, int]] = []
-        pooled = PooledStep(packed)
             rows, asked = select_rows(packed.selected, step_slice.offset, step_slice.length)
             logits = run_slice(
                 self._forwards,
@@ -373,6 +376,7 @@ class CellExecutor:
                 rows,
                 pooled.take(step_slice),
             )
+            ran.append((self._forwards.methods[step_slice.method].name, step_slice.length, step_slice.width))
             if logits is not None:
                 part = self._answer(batch, packed, asked, logits, prompt_logprobs)
                 if part is not None:

@@ -23,6 +23,11 @@ class InFlight(Protocol):
     @property
     def batch(self) -> Batch: ...
 
+    @property
+    def forwards(self) -> tuple[tuple[str, int, int], ...]:
+        """(method, tokens, rows run) of each forward that was launched for it, in order."""
+        ...
+
 
 Launched = TypeVar("Launched", bound=InFlight)
 
@@ -93,6 +98,10 @@ class Executor(Protocol[Launched]):
 
     def cells_of(self, session_id: int, start: int, stop: int) -> Cells:
         """The cells of the session's positions [start, stop), all of which it has."""
+        ...
+
+    def cell_references(self) -> Cells:
+        """A copy of how often each cell of the pool is held; 0 is free."""
         ...
 
     def rebase_session(self, session_id: int, cells: Cells) -> None:

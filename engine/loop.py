@@ -17,6 +17,7 @@ from cache.radix import RadixTree
 from engine.errors import GrammarRefused, SessionsExhausted, StepFailed
 from engine.executor import Executor, InFlight
 from engine.prefix import PrefixCache
+from engine.recent import RecentSteps
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sessions import Session, choice_seed
 from engine.types import (
@@ -28,10 +29,13 @@ from engine.types import (
     FinishReason,
     GenerateRequest,
     Grammar,
+    KvReport,
+    PrefixReset,
     StepOutput,
     TokenLogprobs,
     Update,
 )
+from engine.view import MAX_WAITING_SHOWN, View
 
 if TYPE_CHECKING:
     from engine.kv_tiers import KvTiers
@@ -82,6 +86,7 @@ class EngineLoop:
         self._in_flight: InFlight | None = None
         self._updates: list[Update] = []
         self._num_arrived = 0
+        self._recent = RecentSteps()
         self._steps = 0
         self._steps_failed = 0
         self._prompt_tokens = 0
@@ -129,9 +134,13 @@ class EngineLoop:
             if index is None or session.cancelled_draws.issuperset(choices):
                 self._finish(session, "cancelled")
 
-    def reset_prefix_cache(self) -> int:
-        """Forget every prefix that no running session uses; -> how many cells became free."""
+    def reset_prefix_cache(self) -> PrefixReset:
+        """Forget every prefix in the pool that no running session uses. What tiers hold stays."""
         return self._prefixes.reset()
+
+    def kv_report(self) -> KvReport:
+        """Where K/V is now. Cheap, but not for every step."""
+        return self._prefixes.report()
 
     def has_work(self) -> bool:
         """Whether another `step` would do anything."""
@@ -156,6 +165,18 @@ class EngineLoop:
             step_time_s=self._step_time_s,
         )
 
+    def view(self, max_codes: int, behind_step: int) -> View:
+        """What the pool holds, who runs and waits, and the last steps, for someone who looks."""
+        cells, running = self._prefixes.draw(max_codes)
+        waiting = [len(session.tokens) for session in self._scheduler.sessions() if session.executor_id is None]
+        return View(
+            cells=cells,
+            sessions=tuple(session.viewed() for session in running),
+            waiting=tuple(waiting[:MAX_WAITING_SHOWN]),
+            steps=self._recent.behind(behind_step, self._clock()),
+            stats=self.stats(),
+        )
+
     # --- one turn ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
@@ -175,7 +196,9 @@ class EngineLoop:
         if ahead is not None:
             self._collect(ahead)
             self._steps += 1
-            self._step_time_s += self._clock() - started
+            ended = self._clock()
+            self._step_time_s += ended - started
+            self._recent.add(self._steps, ahead, ended, ended - started)
         elif launched is None and self._prefixes.is_busy:
             if not self._updates:
                 self._prefixes.wait(_TIER_WAIT_S)
@@ -280,6 +303,8 @@ class EngineLoop:
             session.settle(chunk)
             if result.prompt_logprobs is not None:
                 session.record_prompt_logprobs(chunk.position, result.prompt_logprobs)
+            if result.pooled is not None:
+                session.record_pooled(chunk, result.pooled)
             if result.token_ids:
                 self._accept(session, result)
             elif session.request.max_new_tokens == 0 and session.num_settled == session.prompt_len:
@@ -293,6 +318,14 @@ class EngineLoop:
         else:
             self._finish(session, "failed", error=result.error, code=result.error_code)
 
+    def _finish_prompt(self, session: Session) -> None:
+        """All of the prompt was run, and nothing is drawn."""
+        if session.request.pooling is not None and session.embedding() is None:
+            error = "the model's hidden states are not finite: there is no embedding"
+            self._finish(session, "failed", error=error, code="step_failed")
+        else:
+            self._finish(session, "length")
+
     def _accept(self, session: Session, result: ChunkOutput) -> None:
         """Give each draw to its choice. A stem's draws beyond the first become sessions of their own here."""
         forks = session.draws - 1
@@ -303,8 +336,6 @@ class EngineLoop:
         for index in session.cancelled_draws:
             self.cancel(session.request.request_id, index)
 
-            if result.pooled is not None:
-                session.record_pooled(chunk, result.pooled)
     def _fork(self, stem: Session, index: int, result: ChunkOutput) -> None:
         """Choice `index` shares the stem's prompt cells and goes on from its own first token."""
         request = stem.request
@@ -318,14 +349,6 @@ class EngineLoop:
             num_in_flight=1,
             cached_tokens=stem.cached_tokens,
         )
-    def _finish_prompt(self, session: Session) -> None:
-        """All of the prompt was run, and nothing is drawn."""
-        if session.request.pooling is not None and session.embedding() is None:
-            error = "the model's hidden states are not finite: there is no embedding"
-            self._finish(session, "failed", error=error, code="step_failed")
-        else:
-            self._finish(session, "length")
-
         self._requests[request.request_id].append(fork)
         if not self._advance(fork, index, result):
             return
@@ -395,6 +418,7 @@ class EngineLoop:
         code: ErrorCode | None = None,
     ) -> None:
         index = session.index if index is None else index
+        is_embedded = session.request.pooling is not None and finish == "length"
         first, session.reported = not session.reported, True
         self._updates.append(
             Update(
@@ -408,7 +432,6 @@ class EngineLoop:
                 stop_token_id=token_ids[-1] if finish == "stop" else None,
                 error=error,
                 error_code=code,
+                embedding=session.embedding() if is_embedded else None,
             )
         )
-        is_embedded = session.request.pooling is not None and finish == "length"
-                embedding=session.embedding() if is_embedded else None,

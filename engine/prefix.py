@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cache.radix import Lease, RadixTree, Tokens, common_length
+from engine import cell_map
 from engine.executor import Executor
 from engine.sessions import Session
+from engine.types import KvReport, PrefixReset
+from engine.view import CellMap
 
 if TYPE_CHECKING:
     from engine.kv_tiers import KvTiers
@@ -69,6 +72,10 @@ class PrefixCache:
     def cached_cells(self) -> int:
         """Cells that only the tree holds."""
         return self._tree.num_evictable
+
+    def draw(self, max_codes: int) -> tuple[CellMap, tuple[Session, ...]]:
+        """The pool for someone who looks, and the sessions that its codes count."""
+        return cell_map.draw(self._executor, self._tree, self._leases, max_codes), tuple(self._leases)
 
     # --- tiers below the pool ---------------------------------------------------------------------------------------
 
@@ -190,16 +197,29 @@ class PrefixCache:
         if missing > 0:
             self._tree.evict(missing)
 
-    def reset(self) -> int:
-        """Evict everything that no running session uses; -> how many cells."""
-        return self._tree.evict(self._tree.num_evictable)
+    def reset(self) -> PrefixReset:
+        """Evict everything that no running session uses."""
+        freed = self._tree.evict(self._tree.num_evictable)
+        return PrefixReset(freed, self._tree.num_held)
+
+    def report(self) -> KvReport:
+        return KvReport(
+            has_prefix_cache=self._is_on,
+            cells_total=self._executor.total_cells,
+            cells_free=self._executor.free_cells,
+            cells_evictable=self._tree.num_evictable,
+            tree_cells=self._tree.num_held,
+            tree_nodes=self._tree.num_nodes,
+            tree_leases=self._tree.num_leases,
+            tiers=None if self._tiers is None else self._tiers.report(),
+        )
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 
     def _reusable(self, session: Session) -> Tokens:
         """The tokens whose K/V the session may take from others: all but the last one, which it must run to draw.
 
-        None while its prompt's log probabilities are to be reported: they need every row.
+        None where every row of the prompt is asked for: its log probabilities, or the mean of its hidden states.
         """
         if not self._is_on or session.wants_prompt_rows or session.request.pooling == "mean":
             return _NO_TOKENS

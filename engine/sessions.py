@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.types import Chunk, FinishReason, GenerateRequest, TokenLogprobs
+from engine.view import ViewedSession
 
 
 @dataclass(eq=False, slots=True)
@@ -49,9 +50,9 @@ class Session:
     """Whether an update of this choice has gone out."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """By prompt position; filled chunk by chunk, reported with choice 0's first update."""
-
     pooled: npt.NDArray[np.float32] | None = None  # [hidden]
     """What its chunks' hidden states have come to so far, for a request with pooling."""
+
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_token_ids)
@@ -114,8 +115,8 @@ class Session:
             draws=draws,
             is_decode=is_decode,
             following_token=self.request.prompt_token_ids[end] if end < self.prompt_len else -1,
-        )
             pooling=self.request.pooling if is_last or self.request.pooling == "mean" else None,
+        )
         self.num_computed = end
         self.num_in_flight += 1 if draws else 0
         return chunk
@@ -125,7 +126,6 @@ class Session:
         if chunk.session_id == self.executor_id:
             self.num_settled = chunk.position + len(chunk.tokens)
 
-    def record_prompt_logprobs(self, position: int, values: tuple[TokenLogprobs, ...]) -> None:
     def record_pooled(self, chunk: Chunk, pooled: bytes) -> None:
         """Add what a collected chunk handed out. One from before a preemption comes again."""
         if chunk.session_id == self.executor_id:
@@ -141,6 +141,7 @@ class Session:
             return None
         return (values / (length or 1.0)).astype("<f4").tobytes()
 
+    def record_prompt_logprobs(self, position: int, values: tuple[TokenLogprobs, ...]) -> None:
         """`values[i]` is of the prompt token at position + 1 + i; nothing predicts the first one."""
         if not self.prompt_logprobs:
             self.prompt_logprobs = [None] * self.prompt_len
@@ -155,13 +156,25 @@ class Session:
             return "stop"
         return "length" if generated >= self.request.max_new_tokens else None
 
+    def viewed(self) -> ViewedSession:
+        """For someone who looks; it runs."""
+        assert self.executor_id is not None
+        return ViewedSession(
+            id=self.executor_id,
+            prompt_tokens=self.prompt_len,
+            cached_tokens=self.cached_tokens or 0,
+            computed_tokens=self.num_settled,
+            generated_tokens=len(self.tokens) - self.prompt_len,
+            is_decoding=self.is_decoding,
+        )
+
     def requeue(self) -> None:
         """Back to waiting, with every token it has; those that nobody else keeps are computed again."""
         self.executor_id = None
         self.num_computed = self.num_settled = 0
+        self.pooled = None
 
 
 def choice_seed(seed: int, index: int) -> int:
     """seed + index as a signed 64-bit value (spec api 4.2)."""
     return (seed + index + 2**63) % 2**64 - 2**63
-        self.pooled = None

@@ -14,7 +14,24 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.loop import EngineLoop
 from engine.types import EngineInfo
-from engine.wire import Cancel, Failed, FromEngine, Progress, Ready, Start, Step, Stop, Submit, ToEngine
+from engine.wire import (
+    AskKv,
+    Cancel,
+    Failed,
+    FromEngine,
+    Kv,
+    Look,
+    Progress,
+    Ready,
+    ResetPrefixes,
+    Seen,
+    Start,
+    Step,
+    Stop,
+    Submit,
+    ToEngine,
+    WasReset,
+)
 
 ProgressCallback = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, of how much)"""
@@ -74,6 +91,13 @@ def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -
                     loop.submit(request)
                 case Cancel(request_id, index):
                     loop.cancel(request_id, index)
+                case AskKv(ask_id):
+                    send(Kv(ask_id, loop.kv_report()))
+                case ResetPrefixes(ask_id):
+                    send(WasReset(ask_id, loop.reset_prefix_cache()))
+                    send(Step((), loop.stats()))  # an idle engine would not say soon that cells became free
+                case Look(ask_id, max_codes, behind_step):
+                    send(Seen(ask_id, loop.view(max_codes, behind_step)))
                 case Stop():
                     return
                 case Start():

@@ -1,6 +1,7 @@
 """The messages between a client and its engine, and their bytes. Typed at both ends; nothing is ever unpickled.
 
 to the engine:    Start, then Submit / Cancel in any number, then Stop
+                  AskKv and ResetPrefixes between them, each answered once
 from the engine:  Progress in any number, then Ready, then a Step a step; Failed ends one that cannot go on
 
 An in-process engine gets the same objects without the bytes.
@@ -13,7 +14,8 @@ from typing import Literal
 import msgspec
 
 from engine.config import EngineConfig
-from engine.types import EngineInfo, EngineStats, GenerateRequest, Update
+from engine.types import EngineInfo, EngineStats, GenerateRequest, KvReport, PrefixReset, Update
+from engine.view import View
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
@@ -34,6 +36,28 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     request_id: str
     index: int | None = None
     """Of the choice; None: all."""
+
+
+class AskKv(msgspec.Struct, frozen=True, array_like=True, tag="ask_kv"):
+    """Answer with a `Kv` of this id."""
+
+    ask_id: int
+
+
+class ResetPrefixes(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefixes"):
+    """Forget the prefixes that nobody uses, and answer with a `WasReset` of this id."""
+
+    ask_id: int
+
+
+class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+    """Show what is going on: answered by a `Seen` of this id between two steps."""
+
+    ask_id: int
+    max_codes: int
+    """Cells that are shown at most."""
+    behind_step: int
+    """Steps with a higher number are shown."""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
@@ -61,6 +85,27 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     stats: EngineStats
 
 
+class Kv(msgspec.Struct, frozen=True, array_like=True, tag="kv"):
+    """The answer to AskKv."""
+
+    ask_id: int
+    report: KvReport
+
+
+class WasReset(msgspec.Struct, frozen=True, array_like=True, tag="was_reset"):
+    """The answer to ResetPrefixes."""
+
+    ask_id: int
+    reset: PrefixReset
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):
+    """The answer to Look."""
+
+    ask_id: int
+    view: View
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The engine ends. config and model: the load was refused and `reason` is the error's own message."""
 
@@ -68,8 +113,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-ToEngine = Start | Submit | Cancel | Stop
-FromEngine = Progress | Ready | Step | Failed
+ToEngine = Start | Submit | Cancel | AskKv | ResetPrefixes | Look | Stop
+FromEngine = Progress | Ready | Step | Kv | WasReset | Seen | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

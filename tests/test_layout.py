@@ -20,7 +20,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("server", "engine", "cache", "static_graphs")
 
 ARROWS = {
-    "server": ["server.*", *(f"engine.{module}" for module in ("types", "errors", "config", "client", "metrics"))],
+    "server": [
+        "server.*",
+        *(f"engine.{module}" for module in ("types", "errors", "config", "client", "metrics", "view")),
+    ],
     "engine": ["engine.*", "static_graphs.*", "cache.*"],
     "static_graphs": ["static_graphs.*", "cache.*"],
     "cache": ["cache.*"],

@@ -123,6 +123,7 @@ class LockStepClient(EngineClient):
 @dataclass(frozen=True, slots=True)
 class Launched:
     batch: Batch
+    forwards = ()
 
 
 class IdleExecutor:

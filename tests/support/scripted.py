@@ -35,6 +35,11 @@ def count_up(prompt: tuple[int, ...], generated: tuple[int, ...], seed: int) -> 
     return (prompt + generated)[-1] + 1
 
 
+def scripted_hidden(token: int, position: int) -> tuple[float, float, float]:
+    """The hidden state of a token at a position."""
+    return (1.0 + token % 7, float(position), 1.0)
+
+
 def from_script(answers: Mapping[Sequence[int], Sequence[int]], *, then: Answer = count_up) -> Answer:
     """Prompt -> its whole answer. Other prompts, and what follows an answer's end, are up to `then`."""
     script = {tuple(prompt): tuple(answer) for prompt, answer in answers.items()}
@@ -65,6 +70,10 @@ class ScriptedInFlight:
     batch: Batch
     output: StepOutput
     error: Exception | None = None
+
+    @property
+    def forwards(self) -> tuple[tuple[str, int, int], ...]:
+        return (("forward_others", self.batch.num_tokens, self.batch.num_tokens),)
 
 
 class ScriptedExecutor:
@@ -196,6 +205,9 @@ class ScriptedExecutor:
         assert 0 <= start <= stop <= len(cells), (start, stop, len(cells))
         return np.array(cells[start:stop], np.int32)
 
+    def cell_references(self) -> Cells:
+        return np.array([self._owners[cell] for cell in range(self.total_cells)], np.int32)
+
     def rebase_session(self, session_id: int, cells: Cells) -> None:
         session, others = self.sessions[session_id], cells.tolist()
         own = session.cells[: len(others)]
@@ -248,6 +260,7 @@ class ScriptedExecutor:
             token_ids=drawn,
             logprobs=self._logprobs(drawn, session.params.logprobs),
             prompt_logprobs=self._prompt_logprobs(chunk, session) if chunk.wanted_rows == "all" else None,
+            pooled=self._pooled(chunk) if chunk.pooling is not None else None,
         )
 
     def _claim(self, count: int) -> list[int]:
@@ -260,7 +273,6 @@ class ScriptedExecutor:
         assert all(self._owners[cell] for cell in cells), "a free cell cannot be shared"
         self._owners.update(cells)
 
-            pooled=self._pooled(chunk) if chunk.pooling is not None else None,
     def _let_go(self, cells: Sequence[int]) -> None:
         for cell in cells:
             self._owners[cell] -= 1
@@ -282,6 +294,12 @@ class ScriptedExecutor:
         following = [*chunk.tokens[1:], *([chunk.following_token] if chunk.following_token >= 0 else [])]
         return self._logprobs(following, session.params.prompt_logprobs)
 
+    def _pooled(self, chunk: Chunk) -> bytes:
+        rows = [
+            np.array(scripted_hidden(token, chunk.position + i), np.float32) for i, token in enumerate(chunk.tokens)
+        ]
+        return (rows[-1] if chunk.pooling == "last" else reduce(np.add, rows)).tobytes()
+
     def _pass_gate(self) -> None:
         with self._gate:
             self._waiting = True
@@ -293,12 +311,6 @@ class ScriptedExecutor:
             if self._permits is not None:
                 self._permits -= 1
 
-
-    def _pooled(self, chunk: Chunk) -> bytes:
-        rows = [
-            np.array(scripted_hidden(token, chunk.position + i), np.float32) for i, token in enumerate(chunk.tokens)
-        ]
-        return (rows[-1] if chunk.pooling == "last" else reduce(np.add, rows)).tobytes()
 
 def scripted_info(**changes: object) -> EngineInfo:
     """A model of 1,000 ids and 512 positions; `changes` name fields of EngineInfo."""
@@ -314,6 +326,8 @@ def scripted_info(**changes: object) -> EngineInfo:
         "max_waiting": 8,
         "widths": (),
         "eos_token_ids": (0,),
+        "pooling": "last",
+        "embedding_size": 3,
         "tokenizer_dir": None,
         "created_s": 1_700_000_000,
     }
@@ -326,8 +340,6 @@ def scripted_loop(executor: ScriptedExecutor, info: EngineInfo) -> EngineLoop:
 
 
 def scripted_client(executor: ScriptedExecutor | None = None, **info_changes: object) -> InProcessClient:
-        "pooling": "last",
-        "embedding_size": 3,
     """An in-process client, not started; `info_changes` as in `scripted_info`."""
     executor = ScriptedExecutor() if executor is None else executor
     info = scripted_info(**({"kv_cells": executor.total_cells} | info_changes))
