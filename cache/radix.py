@@ -114,6 +114,11 @@ class RadixTree:
         return self._num_idle
 
     @property
+    def num_nodes(self) -> int:
+        """Without the roots."""
+        return self._num_nodes
+
+    @property
     def num_leases(self) -> int:
         return sum(root.locks for root in self._roots.values())
 

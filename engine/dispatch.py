@@ -366,8 +366,8 @@ class EngineClient(ABC):
             case Seen(look_id, view):
                 if (answer := self._looks.pop(look_id, None)) is not None and not answer.done():
                     answer.set_result(view)
-            case Kv(ask_id, answer) | WasReset(ask_id, answer):
-                self._questions.answered(ask_id, answer)
+            case Kv(ask_id, told) | WasReset(ask_id, told):
+                self._questions.answered(ask_id, told)
             case Failed():
                 self._refusal = message
                 self._died(message.reason)

@@ -21,9 +21,12 @@ from cache.cell_cache import CellCache
 from cache.cells import I32
 from cache.geometry import CacheFull, CacheMemoryError
 from cache.offload.chunks import Chunk, Namespace, chunks_of
+from cache.offload.host import HostSlab
 from cache.offload.store import Prefetch, Store
-from cache.offload.transfers import Transfers
+from cache.offload.tiers import Guarded
+from cache.offload.transfers import Moved, Transfers
 from cache.radix import Lease, RadixTree, Tokens
+from engine.types import ObjectGroupReport, TierReport, TiersReport
 
 LONGEST_FETCH_S = 2.0
 """A session waits for its prefix no longer; what has arrived by then is used."""
@@ -43,6 +46,7 @@ class _Fetch:
     tokens: Tokens
     chunks: list[Chunk]
     job: Prefetch
+    since: float
     until: float
     is_loading: bool = False
 
@@ -94,6 +98,9 @@ class KvTiers:
         self._namespace = namespace
         self._chunk_tokens = chunk_tokens
         self._clock = clock
+        self._lookup_tokens = 0
+        self._loaded_tokens = 0
+        self._wait_s = 0.0
         self._fetches: dict[Hashable, _Fetch] = {}  # by session
         self._loads: list[_Load] = []
         self._keeps: deque[_Keep] = deque()
@@ -117,6 +124,27 @@ class KvTiers:
                 fetch.job.wait(timeout_s)
                 return
 
+    def report(self) -> TiersReport:
+        """Asks no tier."""
+        loaded, stored = self._transfers.traffic()
+        return TiersReport(
+            namespace=self._namespace.digest.hex(),
+            record=self._namespace.record,
+            chunk_tokens=self._chunk_tokens,
+            chunk_bytes=self._transfers.chunk_bytes,
+            object_groups=_object_groups(self._transfers),
+            staging_bytes=self._transfers.staging_bytes,
+            staging_slots=self._transfers.ring_slots,
+            loads_in_flight=loaded.in_flight,
+            stores_in_flight=stored.in_flight,
+            fetches=len(self._fetches),
+            write_backs=self._store.write_backs,
+            lookup_tokens=self._lookup_tokens,
+            loaded_tokens=self._loaded_tokens,
+            wait_s=self._wait_s,
+            tiers=(_host_report(self._store.host, loaded, stored), *map(_tier_report, self._store.tiers)),
+        )
+
     # --- up -----------------------------------------------------------------------------------------------------------
 
     def expect(self, session: Hashable, salt: str | None, tokens: Tokens, token_s: float) -> None:
@@ -130,8 +158,10 @@ class KvTiers:
             return
         worth_s = max(SHORTEST_FETCH_S, WORTH_OF_RECOMPUTING * missing * token_s)
         deadline_s = min(LONGEST_FETCH_S, worth_s)
+        self._lookup_tokens += missing
+        now = self._clock()
         job = self._store.prefetch(chunks, deadline_s=deadline_s)
-        self._fetches[session] = _Fetch(salt, tokens, chunks, job, self._clock() + deadline_s)
+        self._fetches[session] = _Fetch(salt, tokens, chunks, job, now, now + deadline_s)
 
     def must_wait(self, session: Hashable) -> bool:
         """Whether a prefix of the waiting session is on its way. Begins to load what has been fetched."""
@@ -153,7 +183,10 @@ class KvTiers:
     def forget(self, session: Hashable) -> None:
         """The session waits no longer. A load that is under way still lands in the tree."""
         fetch = self._fetches.pop(session, None)
-        if fetch is not None and not any(load.fetch is fetch for load in self._loads):
+        if fetch is None:
+            return
+        self._wait_s += self._clock() - fetch.since
+        if not any(load.fetch is fetch for load in self._loads):
             fetch.job.close()
 
     def _begin_loading(self, fetch: _Fetch) -> bool:
@@ -194,6 +227,7 @@ class KvTiers:
         known = self._tree.cells_past(load.lease, tokens)
         own = load.cells[load.lease.length - load.first * self._chunk_tokens :]
         self._tree.extend(load.lease, tokens, np.concatenate((known, own[known.size :])))
+        self._loaded_tokens += own.size - known.size
         self._cache.release_cells(load.cells)
         self._tree.release(load.lease)
         self._loads.remove(load)
@@ -261,3 +295,56 @@ class KvTiers:
     def _chunks(self, salt: str | None, tokens: Tokens) -> list[Chunk]:
         name = "" if salt is None else f"salt {salt}"  # no salt is not the empty one
         return chunks_of(replace(self._namespace, salt=name), tokens, self._chunk_tokens)
+
+
+def _object_groups(transfers: Transfers) -> tuple[ObjectGroupReport, ...]:
+    groups = transfers.groups
+    return tuple(
+        ObjectGroupReport(
+            layers=tuple(
+                sorted({layer for index in group.kernel_groups for layer in groups.kernel_groups[index].layers})
+            ),
+            window_chunks=group.window_chunks,
+            object_bytes=transfers.object_bytes(group.index),
+        )
+        for group in groups.object_groups
+    )
+
+
+def _host_report(host: HostSlab, loaded: Moved, stored: Moved) -> TierReport:
+    """Its bytes and seconds are those of the way between it and the pool."""
+    status = host.status()
+    return TierReport(
+        name=status.name,
+        capacity_bytes=status.capacity_bytes,
+        used_bytes=status.used_bytes,
+        entries=status.objects,
+        held=status.holds,
+        hits=host.hits,
+        misses=host.misses,
+        errors=host.counts["tokens"],
+        loaded_bytes=loaded.size,
+        stored_bytes=stored.size,
+        load_s=loaded.seconds,
+        store_s=stored.seconds,
+        counts=tuple(sorted(host.counts.items())),
+    )
+
+
+def _tier_report(guarded: Guarded) -> TierReport:
+    status, traffic = guarded.tier.status(), guarded.traffic()
+    return TierReport(
+        name=status.name,
+        capacity_bytes=status.capacity_bytes,
+        used_bytes=status.used_bytes,
+        entries=status.objects,
+        breaker=guarded.breaker.state,
+        hits=traffic.hits,
+        misses=traffic.misses,
+        errors=traffic.errors,
+        loaded_bytes=traffic.loaded_bytes,
+        stored_bytes=traffic.stored_bytes,
+        load_s=traffic.load_s,
+        store_s=traffic.store_s,
+        counts=tuple(sorted(guarded.counts.items())),
+    )

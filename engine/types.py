@@ -243,3 +243,97 @@ class EngineStats:
     """(forward_N or forward_others, calls), narrowest first."""
     step_time_s: float = 0.0
     """Sum over all steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """One place below the pool where chunks of K/V are kept. Sums only grow; seconds add up calls side by side."""
+
+    name: str
+    """host, disk or redis."""
+    capacity_bytes: int | None
+    """None: somebody else decides."""
+    used_bytes: int | None
+    entries: int | None
+    """Stored objects: one for each object group of a chunk."""
+    held: int = 0
+    """Entries that something under way keeps from eviction."""
+    breaker: Literal["closed", "open", "half-open"] = "closed"
+    hits: int = 0
+    """Objects that were wanted and came from here."""
+    misses: int = 0
+    """Objects that were wanted and were not here."""
+    errors: int = 0
+    """Calls that failed or were too slow, and objects that did not verify."""
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    load_s: float = 0.0
+    store_s: float = 0.0
+    counts: tuple[tuple[str, int], ...] = ()
+    """What happened, by name: reasons of misses, drops and evictions among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectGroupReport:
+    """Layers whose K/V of a chunk is one stored object."""
+
+    layers: tuple[int, ...]
+    window_chunks: int | None
+    """A prefix needs only that many chunks before its end; None needs them all."""
+    object_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TiersReport:
+    """What is below the pool, and what is on its way."""
+
+    namespace: str
+    """Digest of `record`, hex: what shares it shares K/V."""
+    record: str
+    """All that decides the K/V's bytes beside the tokens, as JSON."""
+    chunk_tokens: int
+    chunk_bytes: int
+    object_groups: tuple[ObjectGroupReport, ...]
+    staging_bytes: int
+    """Device memory of both directions' rings."""
+    staging_slots: int
+    """Objects that can be on their way, in each direction."""
+    loads_in_flight: int
+    stores_in_flight: int
+    fetches: int
+    """Waiting sessions whose prefix is on its way up."""
+    write_backs: int
+    """Objects that wait to be copied to the tiers below host memory."""
+    lookup_tokens: int
+    """Whole chunks of queued sessions that the prefix tree lacked, in tokens."""
+    loaded_tokens: int
+    """Of them, those that came from a tier into the pool."""
+    wait_s: float
+    """Time that sessions spent between being queued and the end of their fetch, hidden behind others' steps or not."""
+    tiers: tuple[TierReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvReport:
+    """Where K/V is and what becomes of it: a snapshot, made when somebody asks."""
+
+    has_prefix_cache: bool
+    cells_total: int
+    cells_free: int
+    cells_evictable: int
+    """Of the tree, and free as soon as running sessions need them."""
+    tree_cells: int
+    tree_nodes: int
+    tree_leases: int
+    """Claims of running sessions and of copies under way."""
+    tiers: TiersReport | None = None
+    """None: there are none below the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReset:
+    """What became of the prefix tree when it was told to forget."""
+
+    freed_cells: int
+    kept_cells: int
+    """Of prefixes that running sessions, or copies under way, still use."""

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.errors import CellserveError, ConfigError, ModelError
-from server import batch, bench, doctor, run, settings, terminal_chat
+from server import batch, bench, doctor, kv_command, run, settings, terminal_chat
 from server.models import version
 from server.settings import ENV_PREFIX, Settings
 
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "chat": terminal_chat.run,
             "batch": _batch,
             "bench": bench.run,
+            "kv": kv_command.run,
             "version": _version,
         }
         return commands[args.command](args)
@@ -88,6 +89,8 @@ def build_parser() -> Parser:
     _add_options(command, is_model_positional=False)
     text = "measure a running server"
     bench.add_arguments(commands.add_parser("bench", help=text, description=text, allow_abbrev=False))
+    text = "show where a running server's K/V is"
+    kv_command.add_arguments(commands.add_parser("kv", help=text, description=text, allow_abbrev=False))
     commands.add_parser("version", help="print the version", allow_abbrev=False)
     return parser
 

@@ -11,15 +11,18 @@ Event-loop thread only.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.gc_collector import GCCollector
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from engine.client import EngineLives
 from engine.types import EngineInfo, EngineStats, FinishReason, KvReport, TiersReport
@@ -85,11 +88,12 @@ class Metrics:
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens whose K/V was already there.")
         self._prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.")
+        self._tokens = _TokenCollector(values)
+        self._registry.register(self._tokens)
+        self._slow_readers = counter("cellserve:slow_readers_left", "Streams closed because nobody read them.")
         self._choices_started = counter("cellserve:choices_started", "Choices admitted to the engine.")
 
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token, once a choice.", _TTFT_S)
-        self._gap = histogram("vllm:inter_token_latency_seconds", "Gap before each token but the first.", _GAP_S)
         self._per_token = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean gap of a choice with 2 tokens or more.", _GAP_S
         )
@@ -145,14 +149,12 @@ class Metrics:
 
     def first_token(self, ttft_s: float) -> None:
         """A choice's first token; counts it."""
-        self._generation_tokens.inc()
+        self._tokens.drawn += 1
         self._ttft.observe(ttft_s)
 
     def token_gap(self, gap_s: float, tokens: int = 1) -> None:
         """Further tokens of a choice, which came together after gap_s; counts them, an equal share of the gap each."""
-        self._generation_tokens.inc(tokens)
-        for _ in range(tokens):
-            self._gap.observe(gap_s / tokens)
+        self._tokens.add(gap_s, tokens)
 
     def finished(
         self, reason: FinishReason, *, generated_tokens: int, e2e_s: float, decode_s: float | None = None
@@ -169,6 +171,10 @@ class Metrics:
             if generated_tokens > 1:
                 self._per_token.observe(decode_s / (generated_tokens - 1))
 
+    def slow_reader_left(self) -> None:
+        """A stream's client took nothing for too long, or fell too far behind; its request is cancelled."""
+        self._slow_readers.inc()
+
     def rejected(self, reason: str) -> None:
         """A request was refused before it ran; reason is the error's code."""
         self._rejected(reason).inc()
@@ -184,9 +190,62 @@ class Metrics:
         """The engine's constants are known."""
         self._engine_collector.info = info
 
+    def kv_seen(self, report: KvReport) -> None:
+        """Where K/V was when somebody looked last."""
+        self._engine_collector.kv = report
+
     def render(self) -> bytes:
         """The Prometheus text, of content type `CONTENT_TYPE`."""
         return generate_latest(self._registry)
+
+
+def _tier_gauge(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, labels=(*_LABELS, "tier"))
+
+
+def _tier_counter(name: str, text: str) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, labels=(*_LABELS, "tier"))
+
+
+_TIER_FAMILIES: tuple[tuple[str, str, Callable[[str, str], GaugeMetricFamily | CounterMetricFamily]], ...] = (
+    ("used_bytes", "Bytes a tier keeps.", _tier_gauge),
+    ("capacity_bytes", "Bytes a tier may keep.", _tier_gauge),
+    ("entries", "Objects a tier keeps.", _tier_gauge),
+    ("held", "Objects that something under way keeps from eviction.", _tier_gauge),
+    ("hits", "Objects that were wanted and came from the tier.", _tier_counter),
+    ("misses", "Objects that were wanted and not in the tier.", _tier_counter),
+    ("errors", "Failed or slow calls, and objects that did not verify.", _tier_counter),
+    ("loaded_bytes", "Bytes that came up from a tier.", _tier_counter),
+    ("stored_bytes", "Bytes that went down to a tier.", _tier_counter),
+    ("load_s", "Time of loads, side by side.", _tier_counter),
+    ("store_s", "Time of stores, side by side.", _tier_counter),
+)
+"""Field of TierReport, help, kind."""
+
+
+class _TokenCollector(Collector):
+    """What is counted for every token: sums of its own, for the library's take a lock and a search each."""
+
+    def __init__(self, values: tuple[str, ...]) -> None:
+        self.drawn = 0
+        self._values = values
+        self._gap_counts = [0] * (len(_GAP_S) + 1)
+        self._gap_sum_s = 0.0
+
+    def add(self, gap_s: float, tokens: int) -> None:
+        self.drawn += tokens
+        self._gap_counts[bisect_left(_GAP_S, gap_s / tokens)] += tokens
+        self._gap_sum_s += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens drawn.", labels=_LABELS)
+        tokens.add_metric(self._values, self.drawn)
+        yield tokens
+        name, text = "vllm:inter_token_latency_seconds", "Gap before each token but the first."
+        gaps = HistogramMetricFamily(name, text, labels=_LABELS)
+        bounds = [*map(floatToGoString, _GAP_S), "+Inf"]
+        gaps.add_metric(self._values, list(zip(bounds, accumulate(self._gap_counts), strict=True)), self._gap_sum_s)
+        yield gaps
 
 
 class _EngineCollector(Collector):
@@ -196,6 +255,7 @@ class _EngineCollector(Collector):
         self._values = (model_name, _ENGINE)
         self._engine = engine
         self.info: EngineInfo | None = None
+        self.kv: KvReport | None = None
 
     def describe(self) -> list[Metric]:
         return []  # Else registering would collect once, before the engine is there.
@@ -228,6 +288,40 @@ class _EngineCollector(Collector):
         yield calls
         if self.info is not None:
             yield self._cache_config(self.info)
+        if self.kv is not None:
+            yield self._gauge("cellserve:prefix_tree_cells", "K/V cells of the prefix tree.", self.kv.tree_cells)
+            yield self._gauge("cellserve:prefix_tree_nodes", "Nodes of the prefix tree.", self.kv.tree_nodes)
+            if self.kv.tiers is not None:
+                yield from self._below(self.kv.tiers)
+
+    def _below(self, tiers: TiersReport) -> Iterator[Metric]:
+        """Tiers below the pool: what is on its way, then a series a tier."""
+        flying = GaugeMetricFamily("cellserve:kv_in_flight", "K/V on its way.", labels=(*_LABELS, "what"))
+        for what in ("loads_in_flight", "stores_in_flight", "fetches", "write_backs"):
+            flying.add_metric((*self._values, what.removesuffix("_in_flight")), getattr(tiers, what))
+        yield flying
+        text = "Tokens that the prefix tree lacked when a request was queued."
+        yield self._counter("cellserve:kv_lookup_tokens", text, tiers.lookup_tokens)
+        yield self._counter("cellserve:kv_loaded_tokens", "Tokens loaded from a tier.", tiers.loaded_tokens)
+        yield self._counter("cellserve:kv_wait_seconds", "Time requests waited for a tier.", tiers.wait_s)
+        for field, text, kind in _TIER_FAMILIES:
+            name = field.removesuffix("_s") + "_seconds" if field.endswith("_s") else field
+            family = kind(f"cellserve:kv_tier_{name}", text)
+            for tier in tiers.tiers:
+                value = getattr(tier, field)
+                if value is not None:
+                    family.add_metric((*self._values, tier.name), value)
+            yield family
+        breaker = _tier_gauge("cellserve:kv_tier_breaker_open", "1: the tier is not asked; 0.5: one call tries it.")
+        events = CounterMetricFamily(
+            "cellserve:kv_tier_events", "What happened in a tier.", labels=(*_LABELS, "tier", "event")
+        )
+        for tier in tiers.tiers:
+            breaker.add_metric((*self._values, tier.name), {"closed": 0.0, "half-open": 0.5, "open": 1.0}[tier.breaker])
+            for event, count in tier.counts:
+                events.add_metric((*self._values, tier.name, event), count)
+        yield breaker
+        yield events
 
     def _cache_config(self, info: EngineInfo) -> Metric:
         # Gateways compute the K/V size as block_size x num_gpu_blocks; a block of ours is one cell of one token.

@@ -1,4 +1,4 @@
-"""What orchestrators, load balancers and scrapers ask. Reads state; touches no queue and no device.
+"""What orchestrators, load balancers and scrapers ask. Reads state; touches no queue of requests and no device.
 
 /live     the process answers
 /ready    it takes requests: 503 with what is going on while it loads, drains or is down
@@ -9,14 +9,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from engine.errors import EngineUnavailable
 from server import errors
 from server.lifecycle import Lifecycle
 from server.metrics import CONTENT_TYPE, Metrics
+from server.serving import Serving
+
+SCRAPE_WAIT_S = 0.25
+"""How long a scrape waits for the engine to say where K/V is."""
 
 router = APIRouter(tags=["probes"])
 
@@ -55,6 +62,12 @@ async def health(request: Request) -> Response:
 @router.head("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     books: Metrics = request.app.state.metrics
+    serving: Serving | None = getattr(request.app.state, "serving", None)
+    if serving is not None:
+        with contextlib.suppress(EngineUnavailable, TimeoutError):
+            # A long step must not keep a scraper: the numbers of the last one stand.
+            async with asyncio.timeout(SCRAPE_WAIT_S):
+                books.kv_seen(await serving.client.kv_report())
     return Response(books.render(), media_type=CONTENT_TYPE)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -13,7 +12,7 @@ from cache.geometry import CacheConfig, Geometry, LayerGeometry, Reach
 from cache.offload.gather import Mover, chunk_rows
 from cache.offload.groups import Groups
 from cache.offload.staging import Staging
-from cache.offload.transfers import Transfers
+from cache.offload.transfers import Mark, Transfers
 from cache.pool import CpuPool
 
 CPU = torch.device("cpu")
@@ -111,6 +110,21 @@ def test_a_batch_must_fit_the_buffer() -> None:
 # --- rings ----------------------------------------------------------------------------------------------------------
 
 
+class HeldMark:
+    """The `number`th mark of its stream; a mark takes a second."""
+
+    def __init__(self, stream: HeldStream, number: int) -> None:
+        self._stream = stream
+        self.number = number
+
+    def is_passed(self) -> bool:
+        return self._stream.finished >= self.number
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, HeldMark)
+        return float(self.number - earlier.number)
+
+
 class HeldStream:
     """Work is done at once but counts as finished mark by mark, when the test says so."""
 
@@ -121,10 +135,9 @@ class HeldStream:
     def use(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def mark(self) -> Callable[[], bool]:
+    def mark(self) -> Mark:
         self.marks += 1
-        number = self.marks
-        return lambda: self.finished >= number
+        return HeldMark(self, self.marks)
 
 
 def held_transfers(slots: int = 2) -> tuple[Transfers, HeldStream, HeldStream]:
@@ -167,12 +180,26 @@ def test_cells_are_free_when_gathered_before_the_bytes_are_in_host_memory() -> N
     )
     transfers.poll()
     assert calls == []
-    stores.finished = 1
-    transfers.poll()
-    assert (calls, transfers.in_flight) == (["gathered"], 1)
     stores.finished = 2
     transfers.poll()
+    assert (calls, transfers.in_flight) == (["gathered"], 1)
+    stores.finished = 3
+    transfers.poll()
     assert (calls, transfers.in_flight) == (["gathered", "done"], 0)
+
+
+def test_traffic_is_what_is_finished_and_takes_the_streams_own_time() -> None:
+    """Not the time in which work is queued: of a copy, from its first work on the stream to its last."""
+    transfers, stores, _ = held_transfers()
+    transfers.store(range(16), host_of(transfers), gathered=lambda: None, done=lambda: None)
+    transfers.poll()
+    loaded, stored = transfers.traffic()
+    assert (stored.size, stored.seconds, stored.in_flight) == (0, 0.0, 1)
+    stores.finished = 3
+    transfers.poll()
+    loaded, stored = transfers.traffic()
+    assert (stored.size, stored.seconds, stored.in_flight) == (transfers.chunk_bytes, 2.0, 0)
+    assert (loaded.size, loaded.in_flight) == (0, 0)
 
 
 def test_a_full_ring_refuses_and_the_other_direction_goes_on() -> None:
@@ -180,7 +207,7 @@ def test_a_full_ring_refuses_and_the_other_direction_goes_on() -> None:
     host, nothing = host_of(transfers), lambda: None
     assert [transfers.store(range(16), host, gathered=nothing, done=nothing) for _ in range(3)] == [True, True, False]
     assert transfers.load(host, range(16, 32), done=nothing)
-    loads.finished, stores.finished = 1, 2
+    loads.finished, stores.finished = 2, 3
     transfers.poll()
     assert transfers.in_flight == 1
     assert transfers.store(range(16), host, gathered=nothing, done=nothing)

@@ -54,6 +54,9 @@ class HostSlab:
         self._tokens: dict[bytes, TokenIds] = {}  # of resident chunks
         self._filling: dict[bytes, tuple[int, Resident | None]] = {}  # key -> slot, and the parent it keeps here
         self.counts: Counter[str] = Counter()
+        self.hits = 0
+        """Chunks that a fetch found here."""
+        self.misses = 0
 
     def has(self, chunk: Chunk) -> bool:
         """Whether it is resident, token for token."""
@@ -119,6 +122,14 @@ class HostSlab:
             self._residents.touch(entry)
             return self._memory(entry.slot)
 
+    def fetch(self, chunk: Chunk) -> torch.Tensor | None:
+        """`hold`, counted as a hit or a miss: for the first look of whoever wants the chunk in the pool."""
+        memory = self.hold(chunk)
+        with self._lock:
+            self.hits += memory is not None
+            self.misses += memory is None
+        return memory
+
     def release(self, chunk: Chunk) -> None:
         """The reverse of one `hold`."""
         with self._lock:
@@ -136,7 +147,8 @@ class HostSlab:
     def status(self) -> TierStatus:
         with self._lock:
             used = (len(self._residents) + len(self._filling)) * self._slot_bytes
-            return TierStatus(self.name, self.num_slots * self._slot_bytes, used, len(self._residents))
+            capacity, held = self.num_slots * self._slot_bytes, self._residents.total_holds
+            return TierStatus(self.name, capacity, used, len(self._residents), held)
 
     # -- Under the lock
 

@@ -160,9 +160,9 @@ class Store:
 
         Two that want one chunk load it once: the second waits for the first (I4), until its own deadline.
         """
+        if self.host.fetch(chunk) is not None:
+            return True
         while True:
-            if self.host.hold(chunk) is not None:
-                return True
             with self._lock:
                 filling = self._fills.get(chunk.key)
                 if filling is None:
@@ -171,6 +171,8 @@ class Store:
             if not filling.wait(max(0.0, until - self.clock())):
                 self.counts["deadline"] += 1
                 return False
+            if self.host.hold(chunk) is not None:
+                return True
         try:
             return self._fill(chunk)
         finally:
@@ -189,6 +191,12 @@ class Store:
         for guarded in self.tiers:
             found[guarded.tier.name] = (guarded.tier.status(), guarded.breaker.state, dict(guarded.counts))
         return found
+
+    @property
+    def write_backs(self) -> int:
+        """Chunks that wait to be copied down."""
+        with self._lock:
+            return self._write_backs
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything published is copied down, or for so long; -> whether it is."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from typing import Literal, Protocol, TypeVar
 
@@ -33,6 +33,27 @@ class TierStatus:
     """None: somebody else decides."""
     used_bytes: int | None
     objects: int | None
+    holds: int = 0
+    """Users that forbid an object's eviction, over all objects."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was asked of one tier and what it moved. Sums only grow; seconds add up calls side by side.
+
+    Counted under its owner's lock.
+    """
+
+    hits: int = 0
+    """Objects that were wanted and came from here."""
+    misses: int = 0
+    """Objects that were wanted and were not here."""
+    errors: int = 0
+    """Calls that failed or were too slow, and objects that did not verify."""
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    load_s: float = 0.0
+    store_s: float = 0.0
 
 
 class Tier(Protocol):
@@ -121,51 +142,83 @@ class Guarded:
         self.tier = tier
         self.breaker = Breaker(clock)
         self.counts: Counter[str] = Counter()
+        self._traffic = Traffic()
+        self._lock = threading.Lock()  # guards both
         self._clock = clock
         self._slow_s = slow_s
 
+    def traffic(self) -> Traffic:
+        """A snapshot."""
+        with self._lock:
+            return replace(self._traffic)
+
     def known(self, chunks: Sequence[Chunk]) -> int:
-        """0 while the breaker is open, or on a fault."""
+        """0 while the breaker is open, or on a fault. What it lacks is counted as missed."""
         found = self._call(lambda: self.tier.known(chunks))
+        if found is not None and found < len(chunks):
+            with self._lock:
+                self._traffic.misses += len(chunks) - found
         return found if found is not None else 0
 
     def load(self, chunk: Chunk, into: memoryview) -> bool:
         """Whether `into` holds the verified payload."""
-        return self._call(lambda: self._load(chunk, into)) is True
+        started = self._clock()
+        is_loaded = self._call(lambda: self._load(chunk, into)) is True
+        if is_loaded:
+            with self._lock:
+                self.counts["loaded"] += 1
+                self._traffic.hits += 1
+                self._traffic.loaded_bytes += len(into)
+                self._traffic.load_s += self._clock() - started
+        return is_loaded
 
     def store(self, chunk: Chunk, payload: memoryview) -> bool:
         """Whether a copy is kept."""
+        started = self._clock()
         kept = self._call(lambda: self.tier.store(chunk, payload))
-        if kept is not None:
-            self.counts["stored" if kept else "no room"] += 1
+        with self._lock:
+            if kept is not None:
+                self.counts["stored" if kept else "no room"] += 1
+            if kept:
+                self._traffic.stored_bytes += len(payload)
+                self._traffic.store_s += self._clock() - started
         return kept is True
 
     def _load(self, chunk: Chunk, into: memoryview) -> bool:
         try:
             self.tier.load(chunk, into)
         except BadRecord as error:  # an answer, so no fault of the tier
-            self.counts[error.reason] += 1
+            with self._lock:
+                self.counts[error.reason] += 1
+                if error.reason == "missing":
+                    self._traffic.misses += 1
+                else:
+                    self._traffic.errors += 1
             return False
-        self.counts["loaded"] += 1
         return True
 
     def _call(self, call: Callable[[], Answer]) -> Answer | None:
         if not self.breaker.allows():
-            self.counts["breaker open"] += 1
+            self._count("breaker open", errors=0)
             return None
         started = self._clock()
         try:
             answer = call()
         except TierFault:
-            self.counts["fault"] += 1
+            self._count("fault", errors=1)
             self.breaker.failed()
             return None
         if self._clock() - started > self._slow_s:
-            self.counts["slow"] += 1
+            self._count("slow", errors=1)
             self.breaker.failed()
         else:
             self.breaker.succeeded()
         return answer
+
+    def _count(self, what: str, *, errors: int) -> None:
+        with self._lock:
+            self.counts[what] += 1
+            self._traffic.errors += errors
 
 
 # --- who goes first ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ here waits: a full ring refuses, and `poll` calls back for what has finished, in
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,14 +27,41 @@ from cache.pool import Pool
 Callback = Callable[[], None]
 
 
+class Mark(Protocol):
+    """A point in a stream's work. Never waits."""
+
+    def is_passed(self) -> bool:
+        """Whether everything queued before it has finished."""
+        ...
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Of the stream's own time, between two passed marks of it."""
+        ...
+
+
 class CopyStream(Protocol):
     """Where one direction's work is queued."""
 
     def use(self) -> AbstractContextManager[object]:
         """Queue on this stream inside the context, behind everything the caller's stream has queued before it."""
 
-    def mark(self) -> Callable[[], bool]:
-        """-> whether everything queued so far has finished. Never waits."""
+    def mark(self) -> Mark:
+        """Behind everything queued so far."""
+        ...
+
+
+class HostMark:
+    """Passed when it was made."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def is_passed(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, HostMark)
+        return self._at_s - earlier._at_s
 
 
 class InlineStream:
@@ -42,8 +70,21 @@ class InlineStream:
     def use(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def mark(self) -> Callable[[], bool]:
-        return lambda: True
+    def mark(self) -> Mark:
+        return HostMark()
+
+
+class _EventMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def is_passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _EventMark)
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class CudaStream:
@@ -58,19 +99,20 @@ class CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> Callable[[], bool]:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event.query
+    def mark(self) -> Mark:
+        return _EventMark(self._stream)
 
 
 @dataclass(slots=True)
 class _Stage:
     """A point on a stream and what to call once the stream has passed it."""
 
-    is_passed: Callable[[], bool]
+    mark: Mark
     callback: Callback
-    frees_slot: bool
+    began: Mark | None = None
+    """Of the copy's first work, for its last stage, which frees its slot."""
+    size: int = 0
+    """Bytes that had been moved when a last stage is passed."""
 
 
 class _Ring:
@@ -83,6 +125,8 @@ class _Ring:
         self.ids = BlockIds(device, groups.chunk_tokens)
         self.stages: deque[_Stage] = deque()
         self.in_flight = 0
+        self.moved_bytes = 0
+        self.moved_s = 0.0
         self._next = 0
 
     def take_slot(self) -> int | None:
@@ -93,10 +137,28 @@ class _Ring:
         return slot
 
     def poll(self) -> None:
-        while self.stages and self.stages[0].is_passed():
+        while self.stages and self.stages[0].mark.is_passed():
             stage = self.stages.popleft()
-            self.in_flight -= stage.frees_slot
+            if stage.began is not None:
+                self.in_flight -= 1
+                self.moved_bytes += stage.size
+                self.moved_s += stage.mark.seconds_since(stage.began)
             stage.callback()
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One direction's traffic: what is finished, and copies under way."""
+
+    size: int
+    """Bytes."""
+    seconds: float
+    """By the device's clock; copies that wait for one another on a stream count that time too."""
+    in_flight: int
+
+
+def _moved(ring: _Ring) -> Moved:
+    return Moved(ring.moved_bytes, ring.moved_s, ring.in_flight)
 
 
 class Transfers:
@@ -113,7 +175,7 @@ class Transfers:
     ) -> None:
         if make_stream is None:
             make_stream = (lambda: CudaStream(device)) if device.type == "cuda" else InlineStream
-        self._groups = groups
+        self.groups = groups
         self._stores = _Ring(pool, groups, device, ring_slots, make_stream())
         self._loads = _Ring(pool, groups, device, ring_slots, make_stream())
         self.chunk_bytes = self._stores.staging.chunk_bytes
@@ -122,6 +184,24 @@ class Transfers:
     def in_flight(self) -> int:
         """Chunks under way, both directions."""
         return self._stores.in_flight + self._loads.in_flight
+
+    def traffic(self) -> tuple[Moved, Moved]:
+        """What was loaded and what was stored so far."""
+        return _moved(self._loads), _moved(self._stores)
+
+    def object_bytes(self, object_group: int) -> int:
+        """Of one stored object of the group."""
+        return self._stores.staging.object_bytes(object_group)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of both rings, on the device."""
+        return self._stores.staging.buffer.numel() + self._loads.staging.buffer.numel()
+
+    @property
+    def ring_slots(self) -> int:
+        """Of each direction."""
+        return self._stores.staging.max_batch_size
 
     @property
     def can_store(self) -> bool:
@@ -140,10 +220,11 @@ class Transfers:
         if slot is None:
             return False
         with ring.stream.use():
+            began = ring.stream.mark()
             ring.mover.gather(ring.ids.stage(list(rows))[0][None], slot)
-            ring.stages.append(_Stage(ring.stream.mark(), gathered, frees_slot=False))
+            ring.stages.append(_Stage(ring.stream.mark(), gathered))
             host.copy_(ring.staging.chunk(slot), non_blocking=True)
-            ring.stages.append(_Stage(ring.stream.mark(), done, frees_slot=True))
+            ring.stages.append(_Stage(ring.stream.mark(), done, began, host.numel()))
         return True
 
     def load(self, host: torch.Tensor, cells: npt.ArrayLike, *, done: Callback) -> bool:
@@ -157,9 +238,10 @@ class Transfers:
         if slot is None:
             return False
         with ring.stream.use():
+            began = ring.stream.mark()
             ring.staging.chunk(slot).copy_(host, non_blocking=True)
             ring.mover.scatter(ring.ids.stage(list(rows))[0][None], slot)
-            ring.stages.append(_Stage(ring.stream.mark(), done, frees_slot=True))
+            ring.stages.append(_Stage(ring.stream.mark(), done, began, host.numel()))
         return True
 
     def poll(self) -> None:
@@ -174,7 +256,7 @@ class Transfers:
         self._loads.staging.close()
 
     def _check(self, cells: npt.ArrayLike, host: torch.Tensor) -> torch.Tensor:
-        rows = chunk_rows(cells, self._groups.chunk_tokens)
+        rows = chunk_rows(cells, self.groups.chunk_tokens)
         if rows.shape[0] != 1:
             raise InvalidGroups(f"{rows.shape[0]} chunks at once: a ring slot holds one")
         if host.shape != (self.chunk_bytes,) or host.dtype != torch.uint8:

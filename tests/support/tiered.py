@@ -1,0 +1,113 @@
+"""The toy decoder's engine over tiers, turned by hand: whoever reads a cell that is not its own draws other tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cache.offload.chunks import Namespace, geometry_record
+from cache.offload.disk import DiskTier
+from cache.offload.groups import Groups
+from cache.offload.host import HostSlab
+from cache.offload.records import Layout
+from cache.offload.redis_tier import RedisTier
+from cache.offload.store import Store
+from cache.offload.tiers import Tier
+from cache.offload.transfers import CopyStream, HostMark, InlineStream, Mark, Transfers
+from engine.kv_tiers import KvTiers
+from support.looped import Engine
+from support.poison import poison_free_cells
+from support.toy_decoder import VOCAB, ToyDecoder
+from support.toy_executor import toy_executor
+
+GREEDY = {"temperature": 0.0}
+CHUNK = 16
+CPU = torch.device("cpu")
+WAIT_S = 10
+
+
+class LaggingMark(HostMark):
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = 0
+
+    def is_passed(self) -> bool:
+        self._asked += 1
+        return self._asked > 3
+
+
+class LaggingStream:
+    """Copies count as finished some questions later, as on a device."""
+
+    def use(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> Mark:
+        return LaggingMark()
+
+
+class Tiered(Engine):
+    """The toy decoder's engine over tiers, with NaN in every free cell before each step."""
+
+    def __init__(
+        self,
+        model: ToyDecoder,
+        *tiers: Tier,
+        slots: int = 64,
+        cells: int = 255,
+        seqs: int = 8,
+        stream: Callable[[], CopyStream] = InlineStream,
+        folder: Path | None = None,
+        url: str | None = None,
+    ) -> None:
+        executor = toy_executor(model, capacity_cells=cells)
+        cache = executor.cache_control
+        groups = Groups.of(model.geometry, torch.float32, CHUNK, separate=False, full_windows=True)
+        transfers = Transfers(cache.pool, groups, CPU, ring_slots=2, make_stream=stream)
+        space = Namespace("toy", "float32", geometry_record(model.geometry), "table")
+        layout = Layout(space.digest, CHUNK, transfers.chunk_bytes)
+        if url is not None:
+            tiers = (RedisTier(url, layout),)
+        if folder is not None:
+            tiers = (DiskTier(folder, space, layout, 8 << 20),)
+        self.transfers = transfers
+        self.store = Store(HostSlab(transfers.chunk_bytes, slots * transfers.chunk_bytes), tiers)
+        super().__init__(
+            executor,
+            seqs=seqs,
+            budget=24,
+            chunk=8,
+            clock=time.monotonic,
+            make_tiers=lambda tree: KvTiers(tree, cache, self.store, transfers, space, CHUNK, clock=time.monotonic),
+        )
+
+    def step(self):
+        poison_free_cells(self.executor.cache_control)
+        return super().step()
+
+    def ask(self, name: str, prompt: list[int], new: int = 3, **fields: object) -> int:
+        """-> the prompt tokens that were there already."""
+        self.submit(name, prompt, max_new_tokens=new, sampling=GREEDY, **fields)
+        self.run()
+        return self.cached(name)
+
+    def forget_pool(self) -> None:
+        self.loop.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Everything that was taken has been given back."""
+        self.forget_pool()
+        metrics = self.executor.kv_metrics()
+        assert (metrics.free_cells, metrics.num_sequences) == (self.executor.total_cells, 0)
+        self.store.flush(WAIT_S)
+        assert (self.store.host.holds, self.transfers.in_flight) == (0, 0)
+        self.store.close()
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, length)]
