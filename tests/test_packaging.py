@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from server.settings import ENV_PREFIX, Settings, flag_name
+from server.settings import ENV_PREFIX, Settings, flag_name, load
 
 ROOT = Path(__file__).parent.parent
 INSTALL = ROOT / "scripts" / "install.sh"
@@ -179,6 +180,37 @@ def test_what_a_running_server_writes_is_a_volume_or_memory() -> None:
         assert any(folder.startswith(f"{mount}/") for mount in writable), folder
     named = {mount.split(":")[0] for mount in run_as["volumes"] if not mount.startswith((".", "/"))}
     assert named == set(content["volumes"])
+
+
+def test_the_redis_profile_is_a_cache_that_only_the_server_reaches(tmp_path: Path) -> None:
+    """Off unless asked for; no port, no disk, bounded, and under the address that the file's head names."""
+    redis = compose("compose.yaml")["services"]["redis"]
+    assert redis["profiles"] == ["redis"]
+    assert "ports" not in redis
+    assert redis["read_only"] is True
+    words = shlex.split(redis["command"])
+    assert words[0] == "redis-server"
+    flags = dict(zip(words[1::2], words[2::2], strict=True))
+    assert flags == {"--save": "", "--appendonly": "no", "--maxmemory": "4gb", "--maxmemory-policy": "allkeys-lru"}
+    address = "redis://redis:6379"
+    assert address in (ROOT / "compose.yaml").read_text()
+    environment = service("compose.yaml", KV_REDIS=address, KV_HOST_GIB="8")["environment"]
+    given = {name: value for name, value in environment.items() if name.startswith(f"{ENV_PREFIX}KV_")}
+    flagged = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in given.items()}
+    config = load({"kv_cells": "64", **flagged}, None).settings.to_engine_config()
+    assert (config.kv_redis, config.kv_host_gib) == (address, 8.0)
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server: apt-get install redis-server")
+def test_the_redis_profiles_command_is_one_that_redis_takes(tmp_path: Path) -> None:
+    words = shlex.split(compose("compose.yaml")["services"]["redis"]["command"])
+    socket = tmp_path / "redis.sock"
+    own = ["--port", "0", "--unixsocket", str(socket), "--dir", str(tmp_path)]
+    with subprocess.Popen([*words, *own], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        said = next((line for line in server.stdout if "ready to accept connections" in line.lower()), None)
+        server.kill()
+    assert said
 
 
 def test_the_gpu_file_builds_with_cuda_and_reserves_a_gpu() -> None:
