@@ -1,6 +1,8 @@
-"""Slots: how many sequences may be inside this server at once. Reserved before a prompt is tokenised.
+"""What may be inside this server at once: places for sequences, and prompt tokens in the queue. Reserved before a
+prompt is tokenised.
 
-Owns one number, the slots in use. Event-loop thread only, so that reserving needs no lock and a refusal costs
+Owns two sums, places taken and tokens queued. A prompt's tokens are queued from its reservation, where they are an
+estimate, until the engine has run it. Event-loop thread only, so that reserving needs no lock and a refusal costs
 microseconds. The engine's client has the last word (`QueueFull`); this is the cheap first one.
 """
 
@@ -15,22 +17,53 @@ from types import TracebackType
 from server import errors
 from server.key_limits import Account
 
+BYTES_PER_TOKEN = 3
+"""Of text, for the estimate: low, for a refusal later than need be costs more than one that comes too early."""
+
+_QUEUED_POOLS = 4
+_QUEUED_TOKENS_PER_PLACE = 512
+_SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 30.0
-_RELEASES_REMEMBERED = 64
+_EVENTS_REMEMBERED = 64
+
+
+def default_queued_tokens(kv_cells: int, places: int) -> int:
+    """The bound of the queue where none is given: four times the K/V cache, and 512 tokens for each place at least."""
+    return max(_QUEUED_POOLS * kv_cells, _QUEUED_TOKENS_PER_PLACE * places)
+
+
+def estimated_tokens(text: str) -> int:
+    """Of a text that nobody has tokenised, by its bytes."""
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    return size // BYTES_PER_TOKEN + 1
 
 
 class Reservation:
-    """Slots held by one request, whatever its number of prompts and choices.
+    """Places and queued tokens of one request, whatever its number of prompts and choices.
 
     A context manager, and `release()` may also be called early or twice. A handler that returns a streaming response
     must give the reservation to what sends it, and release there in a `finally` around the whole sending: a generator
     that was never started runs no `finally` of its own.
     """
 
-    def __init__(self, admission: Admission, slots: int, account: Account | None) -> None:
+    def __init__(self, admission: Admission, slots: int, tokens: int, account: Account | None) -> None:
         self._admission = admission
         self._account = account
         self.slots = slots
+        self.tokens = tokens
+        """Of its prompts, those that are queued."""
+
+    def correct(self, tokens: int) -> None:
+        """The prompts were tokenised: `tokens` takes the estimate's place.
+
+        Raises ApiError where the queue does not hold them; the reservation is as it was then.
+        """
+        if self.slots:
+            self._admission._correct(self, tokens)
+
+    def computed(self, tokens: int) -> None:
+        """The engine has run a prompt of so many tokens: they are not queued any more."""
+        self._admission._dequeue(self, min(tokens, self.tokens), is_computed=True)
 
     def spend(self, tokens: int) -> None:
         """Charge them to the key that asked; after `release` nothing."""
@@ -38,6 +71,7 @@ class Reservation:
             self._account.spend(tokens)
 
     def release(self) -> None:
+        self._admission._dequeue(self, self.tokens, is_computed=False)
         slots, self.slots = self.slots, 0
         if slots:
             self._admission._give_back(slots)
@@ -54,31 +88,41 @@ class Reservation:
 
 
 class Admission:
-    """Grants slots at once or refuses at once; nothing waits here."""
+    """Grants at once or refuses at once; nothing waits here."""
 
     def __init__(
         self,
         capacity: int,
         *,
+        max_queued_tokens: int | None = None,
         overload_status: int = 429,
         on_refused: Callable[[str], None] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = lambda: random.uniform(0.9, 1.1),
     ) -> None:
-        """capacity: sequences running plus waiting. on_refused: told the reason of each refusal, for the counters."""
+        """capacity: sequences running plus waiting. max_queued_tokens: prompt tokens that wait to be run; None: any.
+
+        on_refused: told the reason of each refusal, for the counters.
+        """
         self.capacity = capacity
+        self.max_queued_tokens = max_queued_tokens
         self.in_use = 0
+        self.queued_tokens = 0
         self._overload_status = overload_status
         self._on_refused = on_refused
         self._clock = clock
         self._jitter = jitter
-        self._releases: deque[tuple[float, int]] = deque(maxlen=_RELEASES_REMEMBERED)
+        self._releases: deque[tuple[float, int]] = deque(maxlen=_EVENTS_REMEMBERED)
+        self._throughput = _Throughput(clock)
 
-    def reserve(self, slots: int, account: Account | None = None) -> Reservation:
-        """Take n x prompts slots, all or none. account: of the key that asks, where keys are limited.
+    def reserve(self, slots: int, account: Account | None = None, *, tokens: int = 0) -> Reservation:
+        """Take n x prompts places and room for `tokens` prompt tokens, all or none.
 
-        Raises ApiError: 400 request_too_large when they could never be free, 429 queue_full when they are not now,
-        429 rate_limit_exceeded when the key has had its share.
+        tokens: an estimate, which `Reservation.correct` replaces. One beyond the whole queue is taken for all of it, so
+        that such a request gets in when the queue is empty. account: of the key that asks, where keys are limited.
+
+        Raises ApiError: 400 request_too_large when the places could never be free, 429 queue_full when they, or the
+        queue's room, are not now, 429 rate_limit_exceeded when the key has had its share.
         """
         if slots > self.capacity:
             self._on_refused("request_too_large")
@@ -92,6 +136,9 @@ class Admission:
                 self.retry_after_s(slots),
                 status=self._overload_status,
             )
+        if self.max_queued_tokens is not None:
+            tokens = min(tokens, self.max_queued_tokens)
+            self._check_queue(tokens)
         if account is not None:
             try:
                 account.enter()
@@ -99,19 +146,87 @@ class Admission:
                 self._on_refused(error.code)
                 raise
         self.in_use += slots
-        return Reservation(self, slots, account)
+        reservation = Reservation(self, slots, 0, account)
+        self._enqueue(reservation, tokens)
+        return reservation
 
     def retry_after_s(self, slots: int = 1) -> float:
-        """Seconds until `slots` should be free at the rate of the latest releases, in [1, 30], with jitter.
+        """Seconds until what is queued should be run, and `slots` places free, in [1, 30], with jitter.
 
-        The jitter keeps refused clients from coming back all in the same moment.
+        Queued tokens over the tokens a second that have left the queue lately; places by the rate of the latest
+        releases. The jitter keeps refused clients from coming back all in the same moment.
         """
-        if not self._releases:
-            return 1.0
-        elapsed_s = max(self._clock() - self._releases[0][0], 1e-3)
-        rate = sum(released for _, released in self._releases) / elapsed_s
-        return min(max(slots / rate * self._jitter(), 1.0), _LONGEST_RETRY_S)
+        wait_s = self._throughput.seconds_for(self.queued_tokens)
+        if slots and self._releases:
+            elapsed_s = max(self._clock() - self._releases[0][0], 1e-3)
+            rate = sum(released for _, released in self._releases) / elapsed_s
+            wait_s = max(wait_s, slots / rate)
+        return min(max(wait_s * self._jitter(), _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+
+    def _check_queue(self, tokens: int) -> None:
+        limit = self.max_queued_tokens
+        if limit is not None and self.queued_tokens + tokens > limit:
+            self._on_refused("queue_full")
+            raise errors.queue_full(
+                f"the queue is full: {self.queued_tokens} of {limit} prompt tokens wait to be run, {tokens} more "
+                "asked for",
+                self.retry_after_s(0),
+                status=self._overload_status,
+            )
+
+    def _correct(self, reservation: Reservation, tokens: int) -> None:
+        estimate, limit = reservation.tokens, self.max_queued_tokens
+        if limit is not None and tokens > limit:
+            self._on_refused("request_too_large")
+            raise errors.request_too_large(
+                f"the request's prompts have {tokens} tokens, but this server queues at most {limit} "
+                "(--max-queued-tokens): send fewer prompts at once"
+            )
+        if tokens > estimate:
+            self._check_queue(tokens - estimate)
+            self._enqueue(reservation, tokens - estimate)
+        else:
+            self._dequeue(reservation, estimate - tokens, is_computed=False)
+
+    def _enqueue(self, reservation: Reservation, tokens: int) -> None:
+        if tokens and not self.queued_tokens:
+            self._throughput.begin()
+        reservation.tokens += tokens
+        self.queued_tokens += tokens
+
+    def _dequeue(self, reservation: Reservation, tokens: int, *, is_computed: bool) -> None:
+        if not tokens:
+            return
+        reservation.tokens -= tokens
+        self.queued_tokens -= tokens
+        self._throughput.left(tokens if is_computed else 0, is_empty=not self.queued_tokens)
 
     def _give_back(self, slots: int) -> None:
         self.in_use -= slots
         self._releases.append((self._clock(), slots))
+
+
+class _Throughput:
+    """Tokens a second that are run, over the latest of the time in which some were queued: idleness is no slowness."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._events: deque[tuple[float, int]] = deque(maxlen=_EVENTS_REMEMBERED)
+        """(seconds since the event before it, tokens)."""
+        self._since_s = clock()
+
+    def begin(self) -> None:
+        """The queue was empty, and is not any more."""
+        self._since_s = self._clock()
+
+    def left(self, tokens: int, *, is_empty: bool) -> None:
+        """tokens: that were run; 0 when others gave up. is_empty: the queue, from here on."""
+        if tokens or is_empty:
+            now = self._clock()
+            self._events.append((now - self._since_s, tokens))
+            self._since_s = now
+
+    def seconds_for(self, tokens: int) -> float:
+        """0 while nothing is known."""
+        done = sum(tokens for _, tokens in self._events)
+        return tokens * sum(seconds for seconds, _ in self._events) / done if done else 0.0

@@ -46,15 +46,19 @@ class Policy:
 
 
 async def admit(
-    request: Request, slots: int, answer_id: str, prepare: Callable[[], Awaitable[Generation]]
+    request: Request, slots: int, tokens: int, answer_id: str, prepare: Callable[[], Awaitable[Generation]]
 ) -> Generation:
-    """Reserve, prepare, submit: the one way of a request into the engine. The generation owns what was reserved."""
+    """Reserve, prepare, submit: the one way of a request into the engine. The generation owns what was reserved.
+
+    tokens: an estimate of the prompts', which `prepare` makes a number.
+    """
     serving: Serving = request.app.state.serving
     arrived_s = time.monotonic()
     key: str | None = request.state.key
-    reservation = serving.admission.reserve(slots, serving.accounts.of(key))
+    reservation = serving.admission.reserve(slots, serving.accounts.of(key), tokens=tokens)
     try:
         generation = await prepare()
+        reservation.correct(generation.usage.prompt_tokens)
         generation.submit(serving.metrics, reservation, arrived_s)
     except BaseException:
         reservation.release()

@@ -18,7 +18,7 @@ from engine.client import EngineClient
 from engine.errors import CellserveError, ModelError, RequestRefused
 from engine.types import EngineInfo
 from server import chat, completions, errors, kv_status, models, probes, running, tokens
-from server.admission import Admission
+from server.admission import Admission, default_queued_tokens
 from server.errors import ApiError
 from server.guards import BodyLimit, KeyGuard, MediaType, OriginGuard, PhaseGuard, Trace
 from server.key_limits import Accounts
@@ -51,14 +51,17 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
         except Exception as error:  # tokenizers raises that very class
             raise ModelError(f"the tokenizer of {info.model} cannot be used: {error}") from error
         metrics.engine_ready(info)
+        places = info.max_num_seqs + info.max_waiting
+        max_queued_tokens = settings.max_queued_tokens or default_queued_tokens(info.kv_cells, places)
         before: Serving | None = getattr(app.state, "serving", None)
         if before is not None:
             # Requests that were in the engine before this one hold slots and names, and some of them run again.
             before.text, before.fingerprint = text, models.fingerprint(info)
-            before.admission.capacity = info.max_num_seqs + info.max_waiting
+            before.admission.capacity, before.admission.max_queued_tokens = places, max_queued_tokens
             return
         admission = Admission(
-            info.max_num_seqs + info.max_waiting,
+            places,
+            max_queued_tokens=max_queued_tokens,
             overload_status=settings.overload_status,
             on_refused=metrics.rejected,
         )

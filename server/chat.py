@@ -46,7 +46,8 @@ async def create_chat_completion(request: Request, body: ChatBody) -> Response:
         await structured.check(body.form, serving.client)
         return _generation(body, serving, await _encoded(body, serving), request.state.request_hex)
 
-    generation = await answers.admit(request, body.n or 1, answer_id, prepare)
+    tokens = schemas.estimated_chat_tokens(body, serving.client.info)
+    generation = await answers.admit(request, body.n or 1, tokens, answer_id, prepare)
     writer = _Writer(body, head, serving.text, generation, [answer() for _ in generation.choices])
     if body.stream:
         frames = answers.stream(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))

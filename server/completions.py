@@ -45,7 +45,8 @@ async def create_completion(request: Request, body: CompletionBody) -> Response:
         policy = answers.Policy.of(serving.settings)
         return generation_of(body, serving.client, serving.text, prompts, request.state.request_hex, policy)
 
-    generation = await answers.admit(request, len(body.prompt) * body.draws, answer_id, prepare)
+    tokens = schemas.estimated_tokens(body.prompt, serving.client.info, body.truncate_prompt_tokens)
+    generation = await answers.admit(request, len(body.prompt) * body.draws, tokens, answer_id, prepare)
     writer = _Writer(body, head, serving.text, prompts, generation)
     if body.stream:
         frames = answers.stream(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))

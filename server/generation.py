@@ -366,6 +366,8 @@ class _Books:
         if not tokens:
             return
         now = time.monotonic()
+            if self._reservation is not None:
+                self._reservation.computed(len(self.requests[number].prompt_token_ids))
         is_first, self.first_s = self.first_s is None, self.first_s or now
         if self._metrics is None:
             return

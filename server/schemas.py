@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from engine.types import EngineInfo, SamplingParams
 from server import errors, tools
+from server.admission import estimated_tokens as tokens_of_text
 from server.stops import StopStrings
 from server.structured import Asked, ResponseFormat, StructuredOutputs, grammar_of
 from server.text import Text
@@ -30,6 +31,8 @@ MAX_MESSAGES = 4096
 _MAX_REPORTED = 16
 _NEVER = -100
 """A logit_bias this low is a ban."""
+_TOKENS_OF_A_TURN = 4
+"""What a template writes around a message, about."""
 _GREEDY_BELOW = 1e-5
 """Temperatures under this overflow when logits are divided by them, and mean greedy anyway."""
 
@@ -355,6 +358,12 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Annotated[dict[str, Any], WithJsonSchema(_TEXT_PART)]] | None = None
 
+    def texts(self) -> list[str]:
+        """Of the content, its parts one by one."""
+        if isinstance(self.content, list):
+            return [part["text"] for part in self.content if isinstance(part.get("text"), str)]
+        return [self.content or ""]
+
     def for_template(self) -> dict[str, Any]:
         """Parts of text become one text, and no content an empty one, which is what templates expect.
 
@@ -497,6 +506,22 @@ def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo, 
     if keep is None or len(token_ids) <= keep:
         return token_ids
     return token_ids[:keep] if body.truncation_side == "right" else token_ids[-keep:]
+
+
+def estimated_tokens(prompts: Sequence[RawPrompt], info: EngineInfo, keep: int | None = None) -> int:
+    """Of all prompts, before any is tokenised: each no longer than the context. keep: truncate_prompt_tokens."""
+    longest = min(info.max_model_len, keep) if keep is not None and keep > 0 else info.max_model_len
+    sizes = (tokens_of_text(prompt) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+    return sum(min(size, longest) for size in sizes)
+
+
+def estimated_chat_tokens(body: ChatBody, info: EngineInfo) -> int:
+    """As `estimated_tokens`, of a conversation and its tools."""
+    texts = [text for message in body.messages for text in message.texts()]
+    offered = [tool.model_dump_json() for tool in body.tools or ()]
+    size = sum(tokens_of_text(text) + _TOKENS_OF_A_TURN for text in texts) + sum(map(tokens_of_text, offered))
+    keep = body.truncate_prompt_tokens
+    return min(size, info.max_model_len, keep if keep is not None and keep > 0 else size)
 
 
 def new_tokens(

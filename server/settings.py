@@ -19,7 +19,15 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from engine.config import DEFAULT_MODEL, DEFAULT_MODEL_NAME, CacheKind, EngineConfig, LoadFormat
+from engine.config import (
+    DEFAULT_MODEL,
+    DEFAULT_MODEL_NAME,
+    CacheKind,
+    DefaultsChoice,
+    EngineConfig,
+    LoadFormat,
+    PoolingChoice,
+)
 from engine.errors import ConfigError
 from server.key_limits import KeyLimits
 from server.lifecycle import Patience
@@ -94,6 +102,16 @@ class Settings(BaseSettings):
         Field(ge=0, description="of dummy weights; a request without a seed of its own is random"),
         Option("model", "engine/build.py"),
     ] = 0
+    pooling: Annotated[
+        PoolingChoice,
+        Field(description="of embeddings, last or mean hidden state; auto: as the model's files say, else the last"),
+        Option("model", "engine/build.py"),
+    ] = "auto"
+    generation_config: Annotated[
+        DefaultsChoice,
+        Field(description="auto: the model's own sampling values where a request names none; none: the API's"),
+        Option("model", "engine/build.py"),
+    ] = "auto"
 
     kv_cells: Annotated[
         int | None,
@@ -242,6 +260,15 @@ class Settings(BaseSettings):
         Field(ge=0, description="sequences that may queue beyond those that run, before a refusal"),
         Option("limits", "server/admission.py", "sequences"),
     ] = 256
+    max_queued_tokens: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="prompt tokens that may wait to be run, before a refusal; default: four times the K/V cache, "
+            "and 512 for each sequence at least",
+        ),
+        Option("limits", "server/admission.py", "tokens"),
+    ] = None
     overload_status: Annotated[
         Literal[429, 503],
         BeforeValidator(lambda value: int(value) if str(value).isdigit() else value),
@@ -368,6 +395,8 @@ class Settings(BaseSettings):
             gpu_memory_utilization=self.gpu_memory_utilization,
             widths=self.widths,
             enforce_eager=self.enforce_eager,
+            pooling=self.pooling,
+            generation_config=self.generation_config,
             overlap=self.overlap,
             prefix_cache=self.prefix_cache,
             kv_host_gib=self.kv_host_gib,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from server.admission import Admission
+from server.admission import Admission, Reservation, default_queued_tokens, estimated_tokens
 from server.errors import ApiError
 
 
@@ -19,9 +19,9 @@ class Clock:
         return self.now_s
 
 
-def refusal(admission: Admission, slots: int) -> ApiError:
+def refusal(admission: Admission, slots: int, *, tokens: int = 0) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        admission.reserve(slots)
+        admission.reserve(slots, tokens=tokens)
     return caught.value
 
 
@@ -115,3 +115,101 @@ def test_books_balance_over_random_reservations() -> None:
             with contextlib.suppress(ApiError):
                 held.append(admission.reserve(rng.randint(1, 6)))
         assert admission.in_use == sum(reservation.slots for reservation in held) <= 16
+
+
+def test_4_8_tokens_are_reserved_with_the_places_all_or_none() -> None:
+    admission = Admission(4, max_queued_tokens=100)
+    with admission.reserve(1, tokens=70):
+        error = refusal(admission, 1, tokens=31)
+        assert (error.status, error.code) == (429, "queue_full")
+        assert error.message == "the queue is full: 70 of 100 prompt tokens wait to be run, 31 more asked for"
+        assert (admission.in_use, admission.queued_tokens) == (1, 70)
+        with admission.reserve(1, tokens=30):
+            assert admission.queued_tokens == 100
+    assert (admission.in_use, admission.queued_tokens) == (0, 0)
+
+
+def test_4_8_an_estimate_is_a_third_of_the_bytes_and_is_corrected_when_the_prompt_is_tokenised() -> None:
+    assert [estimated_tokens(text) for text in ("", "ab", "abcdef", "日本語", "\ud800")] == [1, 1, 3, 4, 2]
+    admission = Admission(4, max_queued_tokens=100)
+    with admission.reserve(1, tokens=60) as reservation:
+        reservation.correct(20)
+        assert admission.queued_tokens == 20
+        reservation.correct(90)
+        assert admission.queued_tokens == 90
+        with admission.reserve(1, tokens=10) as other:
+            with pytest.raises(ApiError) as caught:
+                other.correct(11)
+            assert (caught.value.status, caught.value.code) == (429, "queue_full")
+            assert admission.queued_tokens == 100
+    assert admission.queued_tokens == 0
+
+
+def test_4_8_an_estimate_beyond_the_whole_queue_gets_in_when_it_is_empty_and_a_true_number_never() -> None:
+    reasons: list[str] = []
+    admission = Admission(4, max_queued_tokens=100, on_refused=reasons.append)
+    with admission.reserve(1, tokens=1000) as reservation:
+        assert admission.queued_tokens == 100
+        assert refusal(admission, 1, tokens=1).status == 429
+        with pytest.raises(ApiError) as caught:
+            reservation.correct(101)
+        assert (caught.value.status, caught.value.code) == (400, "request_too_large")
+        assert "--max-queued-tokens" in caught.value.message
+        reservation.correct(99)
+    assert reasons == ["queue_full", "request_too_large"]
+    assert admission.queued_tokens == 0
+
+
+def test_4_8_a_prompt_leaves_the_queue_when_it_was_run_and_its_place_when_the_answer_ends() -> None:
+    admission = Admission(4, max_queued_tokens=100)
+    with admission.reserve(2, tokens=80) as reservation:
+        reservation.computed(50)
+        assert (admission.in_use, admission.queued_tokens) == (2, 30)
+        reservation.computed(50)
+        assert (admission.in_use, admission.queued_tokens) == (2, 0)
+    assert (admission.in_use, admission.queued_tokens) == (0, 0)
+    reservation.computed(9)
+    reservation.correct(9)
+    assert (admission.in_use, admission.queued_tokens) == (0, 0)
+
+
+def test_4_8_retry_after_is_the_queued_tokens_over_the_tokens_a_second() -> None:
+    clock = Clock()
+    admission = Admission(8, max_queued_tokens=1000, clock=clock, jitter=lambda: 1.0)
+    busy = admission.reserve(1, tokens=1000)
+    assert refusal(admission, 1, tokens=1).headers["Retry-After"] == "1"
+    clock.now_s += 4
+    busy.computed(200)  # 50 tokens a second
+    assert refusal(admission, 1, tokens=900).headers["retry-after-ms"] == "16000"
+    busy.release()
+    clock.now_s += 3600  # idleness is no slowness
+    with admission.reserve(1, tokens=500):
+        assert refusal(admission, 1, tokens=900).headers["Retry-After"] == "10"
+
+
+def test_the_queues_default_is_four_pools_and_512_tokens_for_each_place_at_least() -> None:
+    assert default_queued_tokens(1_000_000, 512) == 4_000_000
+    assert default_queued_tokens(4096, 16) == 16384
+    assert default_queued_tokens(64, 16) == 8192
+
+
+def test_4_8_the_books_balance_over_random_requests_with_leavers_and_faults() -> None:
+    rng = random.Random(11)
+    admission = Admission(16, max_queued_tokens=500)
+    held: list[Reservation] = []
+    for _ in range(5000):
+        verb = rng.randrange(5)
+        with contextlib.suppress(ApiError):
+            if verb == 0 or not held:
+                held.append(admission.reserve(rng.randint(1, 4), tokens=rng.randint(0, 300)))
+            elif verb == 1:
+                rng.choice(held).correct(rng.randint(0, 300))
+            elif verb in (2, 3):
+                rng.choice(held).computed(rng.randint(1, 100))
+            else:
+                held.pop(rng.randrange(len(held))).release()
+        assert admission.queued_tokens == sum(reservation.tokens for reservation in held) <= 500
+        assert admission.in_use == sum(reservation.slots for reservation in held) <= 16
+    for reservation in held:
+        reservation.release()
+    assert (admission.in_use, admission.queued_tokens) == (0, 0)
