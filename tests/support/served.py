@@ -1,4 +1,4 @@
-"""A real server: `cellserve serve` in a process of its own on a free port, with a tiny model of random weights."""
+"""A real server: `cellserve serve` in a process of its own on a free port, with a model of the test's choice."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ STOP_S = 20.0
 
 @contextmanager
 def serving_tiny_model(folder: Path, *flags: str) -> Iterator[str]:
-    """Yields the URL once the server is ready; at the end it must drain and exit with 0. Its log goes to folder/log."""
+    """As `serving`, with a tiny model of random weights."""
     model = folder / "model"
     tiny_llama(architectures=["LlamaForCausalLM"]).save_pretrained(model)
-    command = (sys.executable, "-m", "server.cli", "serve", str(model), "--load-format", "dummy", "--device", "cpu")
+    with serving(folder, str(model), "--load-format", "dummy", *flags) as url:
+        yield url
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[str]:
+    """Yields the URL once the server is ready; at the end it must drain and exit with 0. Its log goes to folder/log."""
+    command = (sys.executable, "-m", "server.cli", "serve", *options, "--device", "cpu")
     log_path = folder / "log"
     with log_path.open("w") as log:
         server = subprocess.Popen(
-            (*command, "--port", "0", "--no-access-log", *flags), stdout=subprocess.PIPE, stderr=log, text=True
+            (*command, "--port", "0", "--no-access-log"), stdout=subprocess.PIPE, stderr=log, text=True
         )
     assert server.stdout is not None
     try:
