@@ -148,7 +148,7 @@ async def _engine_error(request: Request, error: Exception) -> Response:
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return errors.from_validation(error.errors()).response()
+    return errors.from_validation(error.errors(), error.body).response()
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:

@@ -315,19 +315,35 @@ def from_status(status: int, *, method: str, path: str, headers: Headers | None 
     return error
 
 
-def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """One error for the first of pydantic's `errors()`: 400, naming the field, without its input value."""
-    problem = problems[0]
-    kind = str(problem["type"])
-    if kind.startswith("json_"):
+def from_validation(problems: Sequence[Mapping[str, Any]], sent: Any) -> ApiError:
+    """One error for the first of pydantic's `errors()`: 400, naming the field, without its input value.
+
+    sent: what was validated. A field of several types brings a problem for each: the one that is deepest in it is told.
+    """
+    if str(problems[0]["type"]).startswith("json_"):
         return invalid_json()
-    path = [part for part in problem["loc"] if part not in ("body", "query", "path", "header")]
-    param = _dotted(path) or None
-    if kind == "missing":
+    places = [_place(problem, sent) for problem in problems]
+    within = [i for i, place in enumerate(places) if place[: len(places[0])] == places[0]]
+    deepest = max(within, key=lambda i: len(places[i]))
+    problem, param = problems[deepest], _dotted(places[deepest]) or None
+    if problem["type"] == "missing":
         return missing_field(param) if param else invalid_value("the body is missing: send a JSON object")
     text = str(problem["msg"]).removeprefix("Value error, ")
     text = text[:1].lower() + text[1:]
     return invalid_value(f"{param}: {text}" if param else text, param)
+
+
+def _place(problem: Mapping[str, Any], sent: Any) -> list[Any]:
+    """Of a problem in what was sent. pydantic's own place also names the type that it tried of several."""
+    *parts, last = [part for part in problem["loc"] if part not in ("body", "query", "path", "header")] or [None]
+    place = []
+    for part in (*parts, last):
+        is_there = part in sent if isinstance(sent, dict) else isinstance(sent, list) and isinstance(part, int)
+        if is_there:
+            sent = sent[part]
+        if is_there or (part is last and problem["type"] == "missing" and part is not None):
+            place.append(part)
+    return place
 
 
 def _unavailable(message: str, code: str, headers: Headers) -> ApiError:

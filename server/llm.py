@@ -82,11 +82,12 @@ class LLM:
         fields: those of a /v1/completions body, with its names, ranges and defaults: max_tokens, n, temperature, top_p,
         seed, stop, logprobs ... Raises ValueError naming the field, or RuntimeError when the engine failed.
         """
+        sent = {"prompt": _as_lists(prompts), **fields}
         try:
-            body = CompletionBody.model_validate({"prompt": _as_lists(prompts), **fields})
+            body = CompletionBody.model_validate(sent)
             unknown = schemas.check_extra_fields(body)
         except ValidationError as error:
-            raise ValueError(errors.from_validation(error.errors()).message) from error
+            raise ValueError(errors.from_validation(error.errors(), sent).message) from error
         except ApiError as error:
             raise ValueError(error.message) from error
         if unknown:

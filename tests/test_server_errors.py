@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Literal
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError
@@ -114,25 +115,40 @@ def test_failures_after_admission_have_their_own_codes() -> None:
     assert errors.from_failure("step_failed").code == errors.from_failure(None).code == "internal_error"
 
 
+class Named(BaseModel):
+    name: str
+
+
 class Inner(BaseModel):
     content: str
+
+
+class Either(BaseModel):
+    parts: str | list[dict[str, int]]
+    choice: Literal["none"] | Named = "none"
 
 
 class Body(BaseModel):
     n: int = Field(1, ge=1)
     messages: list[Inner]
+    either: list[Either] = Field(default_factory=list)
 
 
 @pytest.mark.parametrize(("body", "code", "param", "words"), [
     ({"n": 0, "messages": []}, "invalid_value", "n", "greater than or equal to 1"),
     ({"messages": [{"content": "a"}, {"content": 7}]}, "invalid_value", "messages[1].content", "valid string"),
     ({}, "missing_field", "messages", "required"),
+    ({"messages": [], "either": [{"parts": 7}]}, "invalid_value", "either[0].parts", "valid string"),
+    ({"messages": [], "either": [{"parts": [7]}]}, "invalid_value", "either[0].parts[0]", "valid dictionary"),
+    ({"messages": [], "either": [{"parts": [{"a": "b"}]}]}, "invalid_value", "either[0].parts[0].a", "valid integer"),
+    ({"messages": [], "either": [{"parts": "", "choice": {}}]}, "missing_field", "either[0].choice.name", "required"),
+    ({"messages": [], "either": [{"parts": "", "choice": 1}]}, "invalid_value", "either[0].choice", "'none'"),
 ])  # fmt: skip
 def test_a_bad_field_is_named(body: dict[str, object], code: str, param: str, words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Body.model_validate(body)
     problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()]
-    told = errors.from_validation(problems)
+    told = errors.from_validation(problems, body)
     assert (told.status, told.code, told.param) == (400, code, param)
     assert words in told.message
 

@@ -1,10 +1,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine.types import GenerationDefaults, SamplingParams
 from server import errors, schemas
@@ -18,13 +18,23 @@ INFO = scripted_info(max_model_len=2048)
 NO_TEXT = Text(None)
 
 
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validated(model: type[Model], body: dict[str, Any]) -> Model:
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise errors.from_validation(error.errors(), body) from error
+
+
 def completion(**fields: Any) -> CompletionBody:
     """As the server reads it: from JSON."""
-    return CompletionBody.model_validate(json.loads(json.dumps({"prompt": "q"} | fields)))
+    return validated(CompletionBody, json.loads(json.dumps({"prompt": "q"} | fields)))
 
 
 def chat(**fields: Any) -> ChatBody:
-    return ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}]} | fields)
+    return validated(ChatBody, {"messages": [{"role": "user", "content": "hi"}]} | fields)
 
 
 def sampling(body: CompletionBody, text: Text = NO_TEXT, **info: Any) -> SamplingParams:
@@ -37,8 +47,6 @@ def refusal(make: Callable[[], object]) -> ApiError:
     """The error a client gets."""
     try:
         make()
-    except ValidationError as error:
-        return errors.from_validation(error.errors())
     except ApiError as error:
         return error
     raise AssertionError("it was accepted")
@@ -79,13 +87,13 @@ def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
     ],
 )
 def test_other_prompts_and_mixtures_are_one_clear_400(prompt: Any) -> None:
-    error = refusal(lambda: CompletionBody.model_validate({"prompt": prompt}))
+    error = refusal(lambda: validated(CompletionBody, {"prompt": prompt}))
     assert (error.status, error.param, error.code) == (400, "prompt", "invalid_value")
     assert "\n" not in error.message
 
 
 def test_a_missing_prompt_is_a_missing_field() -> None:
-    assert refusal(lambda: CompletionBody.model_validate({})).code == "missing_field"
+    assert refusal(lambda: validated(CompletionBody, {})).code == "missing_field"
     assert "prompt" in CompletionBody.model_json_schema()["required"]
 
 
@@ -130,7 +138,7 @@ def test_values_in_range_are_accepted_and_others_are_refused_by_name(field: str)
     for value in [None, *accepted]:
         completion(**{field: value})
     for value in refused:
-        error = refusal(lambda: CompletionBody.model_validate({"prompt": "q", field: value}))  # noqa: B023
+        error = refusal(lambda: validated(CompletionBody, {"prompt": "q", field: value}))  # noqa: B023
         assert error.status == 400, value
         assert (error.param or "").partition("[")[0] == field, value
 
@@ -348,7 +356,7 @@ def test_an_unknown_model_is_a_404_and_none_is_the_default() -> None:
     ],
 )
 def test_bad_messages_are_a_400_that_names_them(messages: Any) -> None:
-    error = refusal(lambda: ChatBody.model_validate({"messages": messages}))
+    error = refusal(lambda: validated(ChatBody, {"messages": messages}))
     assert error.status == 400
     assert (error.param or "").startswith("messages")
 
