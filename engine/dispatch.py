@@ -14,9 +14,10 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from engine.config import check_request
@@ -31,7 +32,7 @@ from engine.errors import (
 )
 from engine.grammar import check_grammar
 from engine.lives import MAX_RUNS, EngineLives, OpenRequest, added, sums
-from engine.questions import Questions
+from engine.questions import Answer, Question, Questions
 from engine.streams import RequestStream
 from engine.types import (
     EngineInfo,
@@ -104,8 +105,6 @@ class EngineClient(ABC):
         """Held by whoever launches or ends an engine."""
         self._is_closed = False
         self._questions = Questions()
-        self._looks: dict[int, asyncio.Future[View]] = {}
-        self._num_looks = 0
         self._checkers = ThreadPoolExecutor(2, thread_name_prefix="grammar-check")
         self._good_grammars: OrderedDict[Grammar, None] = OrderedDict()
 
@@ -266,17 +265,9 @@ class EngineClient(ABC):
         max_codes: cells that are shown at most. behind_step: steps with a higher number are shown.
         Raises EngineUnavailable when it does not run, or ends before it answers.
         """
-        if self.phase.name not in ("ready", "draining"):
-            raise EngineUnavailable("the engine is not running")
-        self._num_looks += 1
-        look_id = self._num_looks
-        answer: asyncio.Future[View] = asyncio.get_running_loop().create_future()
-        self._looks[look_id] = answer
-        self._send(Look(look_id, max_codes, behind_step))
-        try:
-            return await answer
-        finally:
-            self._looks.pop(look_id, None)
+        view = await self._ask(partial(Look, max_codes=max_codes, behind_step=behind_step))
+        assert isinstance(view, View)
+        return view
 
     async def kv_report(self) -> KvReport:
         """Where K/V is, behind the step in flight. Raises EngineUnavailable."""
@@ -293,10 +284,10 @@ class EngineClient(ABC):
         assert isinstance(reset, PrefixReset)
         return reset
 
-    async def _ask(self, kind: type[AskKv | ResetPrefixes]) -> KvReport | PrefixReset:
+    async def _ask(self, question: Callable[[int], Question]) -> Answer:
         if self.phase.name not in ("ready", "draining"):
             raise EngineUnavailable("the engine is not running")
-        return await self._questions.ask(kind, self._send)
+        return await self._questions.ask(question, self._send)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Take nothing new, let what runs finish for up to `drain_s`, fail the rest, and end the engine.
@@ -363,10 +354,7 @@ class EngineClient(ABC):
                     self.lives.ready += 1
                     self._enter(EnginePhase("ready"))
                     self._rerun()
-            case Seen(look_id, view):
-                if (answer := self._looks.pop(look_id, None)) is not None and not answer.done():
-                    answer.set_result(view)
-            case Kv(ask_id, told) | WasReset(ask_id, told):
+            case Kv(ask_id, told) | WasReset(ask_id, told) | Seen(ask_id, told):
                 self._questions.answered(ask_id, told)
             case Failed():
                 self._refusal = message
@@ -379,10 +367,6 @@ class EngineClient(ABC):
         had_begun = self.phase.name != "starting"
         self._enter(EnginePhase("dead", reason=reason))
         self._questions.fail("the engine has stopped")
-        for answer in self._looks.values():
-            if not answer.done():
-                answer.set_exception(EngineUnavailable("the engine has stopped"))
-        self._looks.clear()
         self._earlier_stats, self._stats = added(self._earlier_stats, sums(self._stats)), EngineStats()
         if not self._is_supervised or self._is_closed:
             self._fail_streams("the engine has stopped", "engine_unavailable")

@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 from engine.errors import EngineUnavailable
 from engine.types import KvReport, PrefixReset
-from engine.wire import AskKv, ResetPrefixes
+from engine.view import View
+from engine.wire import AskKv, Look, ResetPrefixes
 
 ANSWER_S = 10.0
 """An engine answers between two steps. One that has not by then is taken to be stuck."""
 
-Answer = KvReport | PrefixReset
+Question = AskKv | ResetPrefixes | Look
+Answer = KvReport | PrefixReset | View
 
 
 class Questions:
@@ -23,12 +25,12 @@ class Questions:
         self._ids = itertools.count(1)
         self._open: dict[int, asyncio.Future[Answer]] = {}
 
-    async def ask(self, kind: type[AskKv | ResetPrefixes], send: Callable[[AskKv | ResetPrefixes], None]) -> Answer:
-        """Raises EngineUnavailable."""
+    async def ask(self, question: Callable[[int], Question], send: Callable[[Question], None]) -> Answer:
+        """question: made of the id that its answer will carry. Raises EngineUnavailable."""
         ask_id = next(self._ids)
         answer = self._open[ask_id] = asyncio.get_running_loop().create_future()
         try:
-            send(kind(ask_id))
+            send(question(ask_id))
             async with asyncio.timeout(ANSWER_S):
                 told: Answer = await answer
         except TimeoutError as error:

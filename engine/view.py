@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.types import EngineStats
+from engine.types import EngineStats, TierReport
 
 FREE = 0
 KEPT = 1
@@ -79,4 +79,6 @@ class View:
     """Tokens of the first `MAX_WAITING_SHOWN` that wait, in their order."""
     steps: tuple[ViewedStep, ...] = ()
     """Oldest first."""
+    tiers: tuple[TierReport, ...] = ()
+    """Below the pool, fastest first."""
     stats: EngineStats = field(default_factory=EngineStats)
