@@ -40,8 +40,7 @@ async def create_completion(request: Request, body: CompletionBody) -> Response:
 
     async def prepare() -> Generation:
         await structured.check(body.form, serving.client)
-        for prompt in body.prompt:
-            prompts.append(await encode(prompt, body, serving.text, serving.client.info))
+        prompts.extend(await encode(body.prompt, body, serving.text, serving.client.info))
         policy = answers.Policy.of(serving.settings)
         return generation_of(body, serving.client, serving.text, prompts, request.state.request_hex, policy)
 
@@ -84,20 +83,21 @@ class Prompt:
         return [detokenizer.push(token_id) for token_id in self.token_ids]
 
 
-async def encode(prompt: schemas.RawPrompt, body: CompletionBody, text: Text, info: EngineInfo) -> Prompt:
+async def encode(
+    prompts: Sequence[schemas.RawPrompt], body: CompletionBody, text: Text, info: EngineInfo
+) -> list[Prompt]:
     """Raises ApiError 400 for text that cannot be a prompt of this model."""
-    skip_special_tokens = body.skip_special_tokens is not False
-    if isinstance(prompt, str):
-        whole: Sequence[int] = await text.encode_prompt(
-            prompt,
-            max_model_len=info.max_model_len if body.truncate_prompt_tokens is None else None,
-            add_special_tokens=body.add_special_tokens is not False,
-        )
-    else:
-        whole = prompt
-    token_ids = schemas.truncated(body, whole, info, DEFAULT_MAX_TOKENS)
-    own_text = prompt if isinstance(prompt, str) and len(token_ids) == len(whole) else None
-    return Prompt(tuple(token_ids), own_text, text, skip_special_tokens)
+    encoded = await text.encode_prompts(
+        prompts,
+        max_model_len=info.max_model_len if body.truncate_prompt_tokens is None else None,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+    seen = []
+    for prompt, whole in zip(prompts, encoded, strict=True):
+        token_ids = schemas.truncated(body, whole, info, DEFAULT_MAX_TOKENS)
+        own_text = prompt if isinstance(prompt, str) and len(token_ids) == len(whole) else None
+        seen.append(Prompt(tuple(token_ids), own_text, text, body.skip_special_tokens is not False))
+    return seen
 
 
 def generation_of(

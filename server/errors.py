@@ -138,6 +138,16 @@ def context_length_exceeded(
 
 
 def request_too_large(message: str, param: str | None = None) -> ApiError:
+def no_embeddings(reason: str) -> ApiError:
+    """The model, or how it is served here, cannot; another server may. 400: the route is there, and a retry is vain."""
+    return _refused(
+        f"this model makes no embeddings: {reason}",
+        "embeddings_not_supported",
+        param="model",
+        headers={"x-should-retry": "false"},
+    )
+
+
     """Larger than the whole server: it could never run, however long it waited."""
     return _refused(message, "request_too_large", param=param, headers={"x-should-retry": "false"})
 

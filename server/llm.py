@@ -3,6 +3,8 @@
 with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
     for completion in llm.generate(["The capital of France is", "2 + 2 ="], max_tokens=8, temperature=0):
         print(completion.choices[0].text)
+    first, second = llm.embed(["a cat", "a dog"])
+    print(sum(a * b for a, b in zip(first.vector, second.vector)))
 """
 
 from __future__ import annotations
@@ -10,24 +12,27 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine.client import EngineClient, InProcessClient
 from engine.config import EngineConfig
 from engine.errors import CellserveError
 from engine.types import EngineInfo, TokenLogprobs
-from server import completions, errors, schemas, structured
+from server import completions, embeddings, errors, schemas, structured
+from server.embeddings import EmbeddingBody
 from server.errors import ApiError
 from server.generation import Choice
 from server.schemas import CompletionBody
 from server.text import Text
 
 _Result = TypeVar("_Result")
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,16 @@ class Completion:
     """None for a prompt of ids."""
     prompt_token_ids: tuple[int, ...]
     choices: tuple[ChoiceOutput, ...]
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """One input's vector, of length 1."""
+
+    input: str | None
+    """None for one of ids."""
+    input_token_ids: tuple[int, ...]
+    vector: tuple[float, ...]
 
 
 class LLM:
@@ -82,20 +97,24 @@ class LLM:
         fields: those of a /v1/completions body, with its names, ranges and defaults: max_tokens, n, temperature, top_p,
         seed, stop, logprobs ... Raises ValueError naming the field, or RuntimeError when the engine failed.
         """
-        sent = {"prompt": _as_lists(prompts), **fields}
-        try:
-            body = CompletionBody.model_validate(sent)
-            unknown = schemas.check_extra_fields(body)
-        except ValidationError as error:
-            raise ValueError(errors.from_validation(error.errors(), sent).message) from error
-        except ApiError as error:
-            raise ValueError(error.message) from error
-        if unknown:
-            raise ValueError(f"unknown fields: {unknown['x-ignored-params']}")
+        body = _checked(CompletionBody, {"prompt": _as_lists(prompts), **fields})
         for name in ("stream", "echo", "prompt_logprobs"):
             if getattr(body, name):
                 raise ValueError(f"{name} is of the HTTP API: generate returns answers whole, beside their prompts")
         return self._run(self._generate(body))
+
+    def embed(
+        self, inputs: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], **fields: Any
+    ) -> list[Embedding]:
+        """One vector an input, in order.
+
+        fields: those of a /v1/embeddings body: dimensions, truncate_prompt_tokens, add_special_tokens ... Raises
+        ValueError naming the field, or where the model makes none, and RuntimeError when the engine failed.
+        """
+        body = _checked(EmbeddingBody, {"input": _as_lists(inputs), **fields})
+        if body.encoding_format is not None:
+            raise ValueError("encoding_format is of the HTTP API: embed returns numbers")
+        return self._run(self._embed(body))
 
     def close(self) -> None:
         """End the engine; what runs is cut. Repeating it does nothing."""
@@ -147,16 +166,20 @@ class LLM:
 
         tasks = [asyncio.ensure_future(one(raw)) for raw in body.prompt]
         try:
-            return await asyncio.gather(*tasks)
-        except ApiError as error:
-            kind = ValueError if error.status < 500 else RuntimeError
-            raise kind(error.message) from error
-        except CellserveError as error:
-            raise ValueError(str(error)) from error
+            with _told_as_python():
+                return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _embed(self, body: EmbeddingBody) -> list[Embedding]:
+        with _told_as_python():
+            requests, vectors = await embeddings.embed(body, self._client, self._text)
+        return [
+            Embedding(raw if isinstance(raw, str) else None, request.prompt_token_ids, vector)
+            for raw, request, vector in zip(body.input, requests, vectors, strict=True)
+        ]
 
     async def _complete(self, raw: schemas.RawPrompt, body: CompletionBody) -> Completion:
         await structured.check(body.form, self._client)
@@ -171,6 +194,32 @@ class LLM:
         return Completion(
             prompt.own_text, prompt.token_ids, tuple(map(_output, completions.answered(body, generation)))
         )
+
+
+def _checked(kind: type[_Body], fields: dict[str, Any]) -> _Body:
+    """Raises ValueError naming the field."""
+    try:
+        body = kind.model_validate(fields)
+        unknown = schemas.check_extra_fields(body)
+    except ValidationError as error:
+        raise ValueError(errors.from_validation(error.errors(), fields).message) from error
+    except ApiError as error:
+        raise ValueError(error.message) from error
+    if unknown:
+        raise ValueError(f"unknown fields: {unknown['x-ignored-params']}")
+    return body
+
+
+@contextmanager
+def _told_as_python() -> Iterator[None]:
+    """Refusals as ValueError, failures of ours as RuntimeError."""
+    try:
+        yield
+    except ApiError as error:
+        kind = ValueError if error.status < 500 else RuntimeError
+        raise kind(error.message) from error
+    except CellserveError as error:
+        raise ValueError(str(error)) from error
 
 
 def _output(choice: Choice) -> ChoiceOutput:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from functools import partial
 
+from typing import Protocol
 from fastapi import APIRouter, Request
 
 from server import errors
-from server.generation import Generation
 
 router = APIRouter(tags=["requests"])
 
 
 class Running:
+class Endable(Protocol):
+    """A request in the engine: `Generation`, or `EmbeddingJob`."""
+
+    def cancel(self) -> None: ...
+
+    def when_closed(self, call: Callable[[], None]) -> None: ...
+
+
     """Event-loop thread only. A name may stand for several requests: a caller's own X-Request-Id need not be unique."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, list[tuple[Generation, str | None]]] = {}
+        self._by_name: dict[str, list[tuple[Endable, str | None]]] = {}
 
-    def enter(self, generation: Generation, names: tuple[str, ...], key: str | None) -> None:
+    def enter(self, generation: Endable, names: tuple[str, ...], key: str | None) -> None:
         """Until `generation` is closed. key: whose request it is; None where there are no keys."""
         entry = (generation, key)
         for name in set(names):
@@ -32,7 +40,7 @@ class Running:
             generation.cancel()
         return bool(found)
 
-    def _leave(self, name: str, entry: tuple[Generation, str | None]) -> None:
+    def _leave(self, name: str, entry: tuple[Endable, str | None]) -> None:
         entries = self._by_name[name]
         entries.remove(entry)
         if not entries:

@@ -461,12 +461,14 @@ class Named(Protocol):
     def model(self) -> str | None: ...
 
 
-def check_extra_fields(body: GenerationBody, *, is_strict: bool = False) -> dict[str, str]:
+def check_extra_fields(body: BaseModel, *, is_strict: bool = False) -> dict[str, str]:
     """Refuse fields that ask for what this server cannot do; name those nobody knows in the headers returned.
 
     is_strict: refuse those too.
     """
-    known = _NEUTRAL | _NEUTRAL_IN_CHAT if isinstance(body, ChatBody) else _NEUTRAL
+    known = _NEUTRAL if isinstance(body, GenerationBody) else _NEUTRAL_ELSEWHERE
+    if isinstance(body, ChatBody):
+        known = _NEUTRAL | _NEUTRAL_IN_CHAT
     ignored = []
     for name, value in (body.model_extra or {}).items():
         if name not in known:
@@ -481,6 +483,14 @@ def check_extra_fields(body: GenerationBody, *, is_strict: bool = False) -> dict
     # A caller's names go into a header: keep it short and free of anything but visible ASCII.
     names = ["".join(c if "!" <= c <= "~" and c != "," else "?" for c in name[:64]) for name in ignored[:_MAX_REPORTED]]
     return {"x-ignored-params": ",".join(names)}
+_NEUTRAL_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "normalize": (True,),
+    "input_type": ("",),
+    "embed_dtype": ("float32",),
+}
+"""Of embeddings: they always have length 1, and one kind of input."""
+
+
 
 
 def check_model(body: Named, served_names: Sequence[str]) -> str:
@@ -530,6 +540,11 @@ def new_tokens(
     info: EngineInfo,
     default: int | None,
     param: str,
+    return cut(token_ids, keep, body.truncation_side)
+
+
+def cut(token_ids: Sequence[int], keep: int | None, side: str | None) -> Sequence[int]:
+    """The last `keep` tokens, or the first where the right side is cut; None: all."""
     *,
     clamps: bool = False,
 ) -> int:

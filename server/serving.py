@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from pydantic import BaseModel
+
 from engine.client import EngineClient
 from server import schemas
 from server.admission import Admission
@@ -42,7 +44,7 @@ class Serving:
     running: Running = field(default_factory=Running)
     _said: set[str] = field(default_factory=set)
 
-    def headers_of(self, body: GenerationBody) -> dict[str, str]:
+    def headers_of(self, body: BaseModel) -> dict[str, str]:
         """Refuse fields that cannot be obeyed; name those nobody knows in the headers returned, and once in the log."""
         headers = schemas.check_extra_fields(body, is_strict=self.settings.strict_params)
         names = set(filter(None, headers.get("x-ignored-params", "").split(","))) - self._said

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 _LONGEST_ON_LOOP = 8 * 1024
 """Characters; longer text is encoded and rendered on another thread, for it takes longer than a millisecond."""
 
+_CHARACTERS_OF_A_CALL = 64
+"""What encoding a text costs beyond its length, about."""
+
 _BYTES_PER_TOKEN = 12
 """More bytes a token than any prompt has: text beyond this times the context is refused without encoding it."""
 
@@ -105,13 +108,13 @@ class Text:
 
     # Text to ids.
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """The ids of `text`. Text that already begins with the BOS token's text does not get another.
 
         Raises ApiError 400 without a tokenizer.
         """
         if self._tokenizer is None:
-            raise errors.invalid_value("this model has no tokenizer: send the prompt as token ids", "prompt")
+            raise errors.invalid_value("this model has no tokenizer: send the prompt as token ids", param)
         # encode() holds the interpreter's lock while it works, the batch form does not; fast: without offsets.
         token_ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self._begins_with_two_bos(text, token_ids):
@@ -139,6 +142,26 @@ class Text:
         messages: Sequence[TemplateMessage],
         *,
         max_model_len: int | None = None,
+    async def encode_prompts(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_model_len: int | None = None,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+    ) -> list[Sequence[int]]:
+        """As encode_prompt, of many; ids are left as they are. Many short texts together are as long as one."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self._refuse_by_size(text, max_model_len, param)
+
+        def run() -> list[list[int]]:
+            return [self.encode(text, add_special_tokens=add_special_tokens, param=param) for text in texts]
+
+        is_short = sum(map(len, texts)) + len(texts) * _CHARACTERS_OF_A_CALL <= _LONGEST_ON_LOOP
+        encoded = iter(run() if is_short else await asyncio.to_thread(run))
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         variables: Mapping[str, Any] | None = None,
