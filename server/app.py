@@ -17,7 +17,7 @@ from starlette.routing import Match
 from engine.client import EngineClient
 from engine.errors import CellserveError, ModelError, RequestRefused
 from engine.types import EngineInfo
-from server import chat, completions, errors, kv_status, models, probes, running, tokens
+from server import chat, completions, embeddings, errors, kv_status, models, probes, running, tokens
 from server.admission import Admission, default_queued_tokens
 from server.errors import ApiError
 from server.guards import BodyLimit, KeyGuard, MediaType, OriginGuard, PhaseGuard, Trace
@@ -30,7 +30,7 @@ from server.text import Text
 
 __all__ = ["Serving", "create_app"]
 
-_PARTS = (completions, chat, tokens, running, models, kv_status, probes)
+_PARTS = (completions, chat, embeddings, tokens, running, models, kv_status, probes)
 
 
 def create_app(client: EngineClient, settings: Settings) -> FastAPI:
