@@ -102,6 +102,8 @@ class ProcessClient(EngineClient):
             self._receive(message)
             if isinstance(message, Failed):
                 return
+            # While messages are there recv never waits: without this an engine that is faster would shut out all else.
+            await asyncio.sleep(0)
 
 
 @dataclass(frozen=True, slots=True)
