@@ -288,10 +288,15 @@ class CellExecutor:
         pooled = in_flight.pooled.collect()
         refused = {session: ChunkOutput(session, error=error) for session, error in in_flight.refusals.items()}
         for part in in_flight.parts:
+            drawn = part.sampled.collect()
+            for row in part.sampled.not_finite:
+                session = in_flight.batch.chunks[part.answers[row]].session_id
+                error = "the model's scores for the next token are not finite"
+                refused[session] = ChunkOutput(session, error=error, error_code="not_finite")
             for row, error in part.sampled.errors.items():
                 session = in_flight.batch.chunks[part.answers[row]].session_id
                 refused[session] = ChunkOutput(session, error=error, error_code="grammar_refused")
-            for chunk, (token_id, values) in zip(part.answers.tolist(), part.sampled.collect(), strict=True):
+            for chunk, (token_id, values) in zip(part.answers.tolist(), drawn, strict=True):
                 token_ids[chunk].append(token_id)
                 if values is not None:
                     logprobs[chunk].append(values)

@@ -69,4 +69,5 @@ def added(earlier: EngineStats, stats: EngineStats) -> EngineStats:
         padding_rows=earlier.padding_rows + stats.padding_rows,
         method_calls=tuple(calls.items()),
         step_time_s=earlier.step_time_s + stats.step_time_s,
+        rows_failed=earlier.rows_failed + stats.rows_failed,
     )

@@ -40,6 +40,8 @@ from engine.view import MAX_WAITING_SHOWN, View
 if TYPE_CHECKING:
     from engine.kv_tiers import KvTiers
 
+MAX_FAILED_STEPS = 3
+"""A session that was in so many failed steps ends with the next one."""
 GRAMMAR_COMPILE_S = 10.0
 """A request whose grammar is not compiled by then fails."""
 _GRAMMAR_WAIT_S = 0.02
@@ -82,13 +84,15 @@ class EngineLoop:
         self._requests: dict[str, list[Session]] = {}  # open choices of each request
         self._deadlines: dict[str, float] = {}
         self._queue_deadlines: dict[str, float] = {}  # of requests that have never run
-        self._launched: dict[int, list[Session]] = {}  # id(InFlight) -> sessions in chunk order
+        self._launched: dict[int, list[Session | None]] = {}
+        """id(InFlight) -> sessions in chunk order; None: what it brings for that one is void."""
         self._in_flight: InFlight | None = None
         self._updates: list[Update] = []
         self._num_arrived = 0
         self._recent = RecentSteps()
         self._steps = 0
         self._steps_failed = 0
+        self._rows_failed = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._preemptions = 0
@@ -163,6 +167,7 @@ class EngineLoop:
             padding_rows=self._executor.padding_rows,
             method_calls=self._executor.method_calls(),
             step_time_s=self._step_time_s,
+            rows_failed=self._rows_failed,
         )
 
     def view(self, max_codes: int, behind_step: int) -> View:
@@ -253,7 +258,7 @@ class EngineLoop:
         if not takes:
             return None
         self._prefixes.make_room(sum(take.count for take in takes))
-        sessions = [take.session for take in takes]
+        sessions: list[Session | None] = [take.session for take in takes]
         batch = Batch(tuple(take.session.take(take.count) for take in takes))
         try:
             in_flight: InFlight = self._executor.launch(batch)
@@ -273,7 +278,11 @@ class EngineLoop:
             self._preemptions += 1
             preempted = True
         while not preempted and (session := self._next_admissible()) is not None:
-            self._prefixes.open(session)
+            try:
+                self._prefixes.open(session)
+            except Exception as error:  # whatever is wrong with this request must not end the others
+                self._fail_alone(session, error)
+                continue
             self._scheduler.admit(session)
             self._queue_deadlines.pop(session.request.request_id, None)
         return preempted
@@ -297,7 +306,7 @@ class EngineLoop:
         for session, chunk, result in zip(sessions, in_flight.batch.chunks, output.chunks, strict=True):
             if not chunk.is_decode:
                 self._prompt_tokens += len(chunk.tokens)
-            if session.finished is not None:
+            if session is None or session.finished is not None:
                 continue  # it ended while this step was in flight: the row was wasted
             if result.error is not None:
                 self._refuse(session, chunk, result)
@@ -318,6 +327,7 @@ class EngineLoop:
         if is_full and len(session.tokens) > session.prompt_len:
             self._finish(session, "length")
         else:
+            self._rows_failed += session.draws
             self._finish(session, "failed", error=result.error, code=result.error_code)
 
     def _finish_prompt(self, session: Session) -> None:
@@ -330,6 +340,7 @@ class EngineLoop:
 
     def _accept(self, session: Session, result: ChunkOutput) -> None:
         """Give each draw to its choice. A stem's draws beyond the first become sessions of their own here."""
+        session.is_suspect = False
         forks = session.draws - 1
         session.draws = 1
         for index in range(1, forks + 1):
@@ -361,6 +372,9 @@ class EngineLoop:
         except SessionsExhausted:
             self._scheduler.add_waiting(fork)  # it computes the prompt again when a session is free
             return
+        except Exception as error:
+            self._fail_alone(fork, error)
+            return
         self._scheduler.add_running(fork)
 
     def _advance(self, session: Session, draw: int, result: ChunkOutput) -> bool:
@@ -377,12 +391,29 @@ class EngineLoop:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def _fail_step(self, sessions: list[Session], error: StepFailed) -> None:
-        """The step's sessions end, and so does what was launched behind it for them (D8)."""
+    def _fail_step(self, sessions: list[Session | None], error: StepFailed) -> None:
+        """What the step made of its sessions is in doubt, and so is what was launched behind it for them (D8).
+
+        Each begins anew with the tokens it had, alone until it has got through a draw: the one that a step fails of
+        ends by itself, and the others go on as if nothing had been.
+        """
         self._steps_failed += 1
         for session in sessions:
-            if session.finished is None:
+            if session is None or session.finished is not None:
+                continue
+            for launched in self._launched.values():
+                launched[:] = [None if other is session else other for other in launched]
+            if session.is_suspect or session.failed_steps == MAX_FAILED_STEPS:
                 self._finish(session, "failed", error=str(error), code="step_failed")
+            else:
+                self._prefixes.close(session, keep=False)
+                session.suspect()
+                self._scheduler.send_back(session)
+
+    def _fail_alone(self, session: Session, error: Exception) -> None:
+        self._rows_failed += session.draws
+        text = f"the request could not be run: {type(error).__name__}: {error}"
+        self._finish(session, "failed", error=text, code="step_failed")
 
     def _finish(
         self,
@@ -396,7 +427,7 @@ class EngineLoop:
     ) -> None:
         """Release the session and report its end, for each choice that it still stands for."""
         session.finished = finish
-        self._prefixes.close(session, keep=code != "step_failed")
+        self._prefixes.close(session, keep=code not in ("step_failed", "not_finite"))
         self._prefixes.forget(session)
         self._scheduler.remove(session)
         open_choices = self._requests[session.request.request_id]

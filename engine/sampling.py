@@ -116,13 +116,14 @@ class Sampler:
         edited, errors = self._masks.apply(edited, slots, positions, fed)
         ids = self._draw(edited, rows, positions, rows["seed"] + draws)
         self._edits.record(ids, slots, draws)
+        told = _marked(ids, logits)
         wanting = np.flatnonzero(rows["logprobs"] >= 0)
         if not wanting.size:
-            return Sampled(ids, [], [], None, errors)
+            return Sampled(ids, told, [], [], None, errors)
         at = self._upload(wanting)
         k = rows["logprobs"][wanting]
         raw = raw_logprobs(logits if wanting.size == len(rows) else logits[at], ids[at], int(k.max()))
-        return Sampled(ids, wanting.tolist(), k.tolist(), raw, errors)
+        return Sampled(ids, told, wanting.tolist(), k.tolist(), raw, errors)
 
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprobs]:
         """Raw logprobs of given tokens: logits [R, V], targets i64[R]. Waits for the device."""
@@ -175,19 +176,22 @@ class Sampled:
     """One launched draw. Its copies to the host were started behind it; `collect` waits for them."""
 
     ids: Tensor  # [R] i64, device
+    _told: Tensor  # [R] i64, device: what `_marked` made of them
     _wanting: list[int]
     """Rows that asked for logprobs, and how many alternatives each wants."""
     _alternatives: list[int]
     _raw: RawLogprobs | None
     errors: dict[int, str] = field(default_factory=dict)
     """Rows whose grammar cannot go on, and why: what they drew means nothing."""
+    not_finite: list[int] = field(init=False, default_factory=list)
+    """Rows whose scores are no numbers, known once they were collected: what they drew means nothing."""
     _host_ids: Tensor = field(init=False)
     _host_raw: RawLogprobs | None = field(init=False, default=None)
     _done: torch.cuda.Event | None = field(init=False, default=None)
     _answers: list[tuple[int, TokenLogprobs | None]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._host_ids = self.ids.to("cpu", non_blocking=True)
+        self._host_ids = self._told.to("cpu", non_blocking=True)
         if self._raw is not None:
             self._host_raw = RawLogprobs(
                 chosen=self._raw.chosen.to("cpu", non_blocking=True),
@@ -203,7 +207,9 @@ class Sampled:
         if self._answers is None:
             if self._done is not None:
                 self._done.synchronize()
-            ids: list[int] = self._host_ids.tolist()
+            told: list[int] = self._host_ids.tolist()
+            self.not_finite = [row for row, token_id in enumerate(told) if token_id < 0]
+            ids = [token_id if token_id >= 0 else -1 - token_id for token_id in told]
             logprobs: list[TokenLogprobs | None] = [None] * len(ids)
             if self._host_raw is not None:
                 found = _token_logprobs([ids[row] for row in self._wanting], self._host_raw, self._alternatives)
@@ -211,6 +217,14 @@ class Sampled:
                     logprobs[row] = value
             self._answers = list(zip(ids, logprobs, strict=True))
         return self._answers
+
+
+def _marked(ids: Tensor, logits: Tensor) -> Tensor:
+    """`ids` for the host, as -1 - id where the model's own row holds NaN or an infinity, or rules everything out.
+
+    One read of the logits. What a draw makes of such a row depends on its way, so the drawn score would not tell.
+    """
+    return torch.where(logits.amax(1).isfinite(), ids, -1 - ids)
 
 
 def _token_logprobs(ids: list[int], raw: RawLogprobs, alternatives: list[int]) -> list[TokenLogprobs]:

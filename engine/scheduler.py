@@ -109,7 +109,10 @@ class Scheduler:
         Optimistic: its tokens must fit beside what running prompts still need, not its whole budget of new ones.
         The caller opens it, calls `admit`, and asks again.
         """
+        has_suspect = any(session.is_suspect for session in self._running)
         for session in self._waiting:
+            if session.is_suspect and has_suspect:
+                continue
             if session.num_in_flight or self.num_running + session.draws > self.limits.max_num_seqs:
                 return None
             if must_wait(session):
@@ -130,15 +133,23 @@ class Scheduler:
         decodes = sum(session.is_decoding for session in runnable)
         return bool(runnable) and free_cells < max(decodes, 1)
 
+    def send_back(self, session: Session) -> None:
+        """Make a running session a waiting one. The caller closes its sequence."""
+        self.remove(session)
+        self.add_waiting(session)
+
     def preempt(self) -> Session:
         """Make the running session that came last of the least urgent a waiting one. The caller closes its sequence."""
         victim = max((s for s in self._running if s.remaining > 0), key=_rank)
-        self.remove(victim)
-        self.add_waiting(victim)
+        self.send_back(victim)
         return victim
 
     def next_takes(self, free_cells: int) -> list[Take]:
-        """Decodes in order of admission, then prefill chunks in the order taken (SCH-8)."""
+        """Decodes in order of admission, then prefill chunks in the order taken (SCH-8). A suspect goes alone."""
+        suspect = next((session for session in self._running if session.is_suspect), None)
+        if suspect is not None:
+            count = min(suspect.remaining, self.limits.prefill_budget, free_cells)
+            return [Take(suspect, count)] if count else []
         decodes = [session for session in self._running if session.is_decoding]
         decodes = decodes[: min(self.limits.mixed_budget, free_cells)]
         budget = self.limits.mixed_budget - len(decodes) if decodes else self.limits.prefill_budget

@@ -50,6 +50,10 @@ class Session:
     """Whether an update of this choice has gone out."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """By prompt position; filled chunk by chunk, reported with choice 0's first update."""
+    failed_steps: int = 0
+    """Steps that failed with this session among them; what they had made of it was thrown away."""
+    is_suspect: bool = False
+    """It may be what the last of them failed of: it runs alone until it has drawn a token."""
     pooled: npt.NDArray[np.float32] | None = None  # [hidden]
     """What its chunks' hidden states have come to so far, for a request with pooling."""
 
@@ -167,6 +171,13 @@ class Session:
             generated_tokens=len(self.tokens) - self.prompt_len,
             is_decoding=self.is_decoding,
         )
+
+    def suspect(self) -> None:
+        """A step with it failed: forget that step, and whatever is in flight behind it."""
+        self.failed_steps += 1
+        self.is_suspect = True
+        self.num_in_flight = 0
+        self.requeue()
 
     def requeue(self) -> None:
         """Back to waiting, with every token it has; those that nobody else keeps are computed again."""

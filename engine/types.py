@@ -12,7 +12,13 @@ FinishReason = Literal["stop", "length", "cancelled", "failed"]
 Pooling = Literal["last", "mean"]
 """Which hidden states, behind the final norm, make a prompt's embedding: its last token's, or the mean of all."""
 ErrorCode = Literal[
-    "step_failed", "deadline_exceeded", "queue_timeout", "shutting_down", "engine_unavailable", "grammar_refused"
+    "step_failed",
+    "deadline_exceeded",
+    "queue_timeout",
+    "shutting_down",
+    "engine_unavailable",
+    "grammar_refused",
+    "not_finite",
 ]
 
 
@@ -166,7 +172,8 @@ class ChunkOutput:
     error: str | None = None
     """This session alone failed; the rest of the batch stands."""
     error_code: ErrorCode = "step_failed"
-    """grammar_refused: nothing that its grammar allows can follow, or the grammar has passed its limits."""
+    """grammar_refused: nothing that its grammar allows can follow, or the grammar has passed its limits.
+    not_finite: the model's scores for it are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +250,8 @@ class EngineStats:
     """(forward_N or forward_others, calls), narrowest first."""
     step_time_s: float = 0.0
     """Sum over all steps."""
+    rows_failed: int = 0
+    """Choices that failed in a step whose others stood."""
 
 
 @dataclass(frozen=True, slots=True)

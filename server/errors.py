@@ -299,6 +299,10 @@ def from_failure(code: ErrorCode | None) -> ApiError:
             return invalid_value(
                 "the answer cannot have the form that is asked for: it is too complex, or this model cannot spell it"
             )
+        case "not_finite":
+            return ApiError(
+                500, "the model gave no numbers for the next token", type="server_error", code="model_not_finite"
+            )
         case "engine_unavailable":
             return engine_unavailable("the engine stopped before the request finished")
         case _:

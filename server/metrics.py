@@ -273,6 +273,7 @@ class _EngineCollector(Collector):
         yield self._counter("cellserve:steps", "Steps run.", stats.steps)
         yield self._counter("cellserve:steps_failed", "Steps that failed on the host.", stats.steps_failed)
         yield self._counter("cellserve:step_time_seconds", "Time spent in steps.", stats.step_time_s)
+        yield self._counter("cellserve:rows_failed", "Choices that failed while others stood.", stats.rows_failed)
         lives = self._engine.lives
         yield self._counter("cellserve:engine_restarts", "Engines started behind another one's death.", lives.restarts)
         yield self._counter("cellserve:engine_hung", "Engines ended because nothing moved.", lives.hung)

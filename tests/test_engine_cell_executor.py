@@ -12,6 +12,7 @@ from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
 from engine.types import Batch, Chunk, GenerateRequest, SamplingParams
 from static_graphs.sampler import Route, SampleInputs, sample
+from support.looped import Engine
 from support.model_folder import write_folder
 from support.toy_decoder import ToyDecoder
 from support.toy_executor import toy_executor
@@ -473,3 +474,32 @@ def test_the_single_cache_refuses_what_it_cannot_do(model):
     _, info = build(model, cache="single", max_num_seqs=1)
     with pytest.raises(RequestTooLarge, match=r"n is 2, but this server runs with the single cache \(--cache single\)"):
         check_request(info, GenerateRequest("a", (1,), n=2))
+
+
+def test_r11_a_row_of_nan_fails_its_session_alone_and_leaves_no_prefix():
+    class Sick(ToyDecoder):
+        def logits(self, hidden):
+            scores = super().logits(hidden)
+            scores[0] = float("nan") if self.is_sick else scores[0]
+            return scores
+
+    toy = Sick()
+    toy.is_sick = False
+    engine = Engine(toy_executor(toy), seqs=4, budget=24, chunk=8)
+    engine.submit("sick", (1, 2, 3), max_new_tokens=9, sampling={"temperature": 0.0})
+    engine.submit("well", (4, 5), max_new_tokens=9, sampling={"temperature": 0.0})
+    while len(engine.tokens("sick")) < 3:
+        engine.step()
+    toy.is_sick = True
+    engine.step()
+    toy.is_sick = False
+    engine.run()
+    assert (engine.finish("sick"), engine.of("sick")[-1].error_code) == ("failed", "not_finite")
+    assert engine.tokens("sick") == toy.continuation((1, 2, 3), 3)
+    assert engine.tokens("well") == toy.continuation((4, 5), 9)
+    assert engine.loop.stats().rows_failed == 1
+    engine.submit("again", (1, 2, 3, *toy.continuation((1, 2, 3), 3)), max_new_tokens=2, sampling={"temperature": 0.0})
+    engine.run()
+    assert engine.cached("again") == 0
+    engine.loop.reset_prefix_cache()
+    assert engine.executor.free_cells == engine.executor.total_cells

@@ -97,12 +97,12 @@ async def test_many_requests_at_once_keep_their_news_apart() -> None:
 @asyncio_test
 async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on() -> None:
     executor = ScriptedExecutor()
-    executor.fail_step(2)
+    executor.fail_steps_with((9,))
     async with ready(scripted_client(executor)) as client:
-        failed = (await read(client.submit(request("a"))))[0]
-        assert (failed.token_ids, failed.finish, failed.error_code) == ((6,), "failed", "step_failed")
+        failed = (await read(client.submit(request("a", (9,)))))[0]
+        assert (failed.token_ids, failed.finish, failed.error_code) == ((), "failed", "step_failed")
         assert (await read(client.submit(request("b"))))[0].finish == "length"
-        assert client.stats.steps_failed == 1
+        assert client.stats.steps_failed == 2, "the second time alone"
         assert client.phase.name == "ready"
 
 

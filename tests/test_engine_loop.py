@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from engine.loop import MAX_FAILED_STEPS
 from support.looped import Engine
 from support.scripted import ScriptedExecutor
 
@@ -209,17 +210,78 @@ def test_a_queue_timeout_ends_what_still_waits_and_nothing_that_has_run():
     assert engine.holds_nothing()
 
 
-def test_a_failed_step_ends_its_sessions_and_the_engine_goes_on(overlaps):
+@pytest.mark.parametrize("number", range(1, 15))
+def test_r12_a_step_that_fails_once_costs_nobody_a_token(overlaps, number):
     executor = ScriptedExecutor(overlaps=overlaps)
-    executor.fail_step(2)
-    engine = Engine(executor, seqs=2)
-    engine.submit("a", (1,), max_new_tokens=5)
-    engine.submit("b", (2,), max_new_tokens=5)
-    engine.submit("later", (3,), max_new_tokens=2)
+    executor.fail_step(number)
+    engine = Engine(executor, seqs=3, budget=8, chunk=4)
+    engine.submit("a", (1,), max_new_tokens=9)
+    engine.submit("b", range(20), max_new_tokens=5, n=2)
+    engine.submit("later", (3,), max_new_tokens=7)
     engine.run()
-    assert [engine.finish(name) for name in ("a", "b", "later")] == ["failed", "failed", "length"]
-    assert engine.of("a")[-1].error_code == "step_failed"
+    assert (engine.tokens("a"), engine.tokens("later")) == (list(range(2, 11)), list(range(4, 11)))
+    assert engine.tokens("b", 0) == engine.tokens("b", 1) == list(range(20, 25))
     assert engine.loop.stats().steps_failed == 1
+    assert engine.holds_nothing()
+
+
+def test_r10_what_a_step_fails_of_ends_alone_and_the_others_go_on(overlaps):
+    executor = ScriptedExecutor(overlaps=overlaps)
+    executor.fail_steps_with((2,))
+    engine = Engine(executor, seqs=8, budget=16)
+    for first in range(1, 8):
+        engine.submit(str(first), (first,), max_new_tokens=6, n=2 if first == 5 else 1)
+    engine.run()
+    for first in (1, 3, 4, 5, 6, 7):
+        assert engine.tokens(str(first)) == list(range(first + 1, first + 7))
+    assert engine.tokens("5", 1) == engine.tokens("5", 0)
+    assert (engine.finish("2"), engine.of("2")[-1].error_code) == ("failed", "step_failed")
+    assert engine.tokens("2") == []
+    assert engine.holds_nothing()
+
+
+def test_an_executor_whose_every_step_fails_ends_each_request_once(overlaps):
+    executor = ScriptedExecutor(overlaps=overlaps)
+    for number in range(1, 200):
+        executor.fail_step(number)
+    engine = Engine(executor, seqs=2)
+    for first in range(1, 6):
+        engine.submit(str(first), (first,), max_new_tokens=6)
+    engine.run()
+    assert [engine.finish(str(first)) for first in range(1, 6)] == ["failed"] * 5
+    assert engine.holds_nothing()
+
+
+def test_a_session_that_is_in_one_failed_step_after_another_ends(overlaps):
+    """Each time it gets through alone, and fails again among others."""
+    executor = ScriptedExecutor(overlaps=overlaps)
+    engine = Engine(executor, seqs=2)
+    engine.submit("a", (1,), max_new_tokens=200)
+    for _ in range(MAX_FAILED_STEPS + 1):
+        drawn = len(engine.tokens("a"))
+        while len(engine.tokens("a")) < drawn + 3:
+            engine.step()
+        executor.fail_step(len(executor.batches) + 1)
+    engine.run()
+    assert engine.finish("a") == "failed"
+    assert engine.tokens("a") == list(range(2, 2 + len(engine.tokens("a"))))
+    assert engine.holds_nothing()
+
+
+def test_r10_a_request_that_cannot_be_opened_ends_alone(overlaps):
+    class Choosy(ScriptedExecutor):
+        def open_session(self, params, **fields):
+            if fields["prompt"] == (2,):
+                raise ValueError("not this one")
+            return super().open_session(params, **fields)
+
+    engine = Engine(Choosy(overlaps=overlaps), seqs=4)
+    for first in range(1, 4):
+        engine.submit(str(first), (first,), max_new_tokens=3)
+    engine.run()
+    assert [engine.finish(str(first)) for first in range(1, 4)] == ["length", "failed", "length"]
+    assert "not this one" in engine.of("2")[-1].error
+    assert engine.loop.stats().rows_failed == 1
     assert engine.holds_nothing()
 
 

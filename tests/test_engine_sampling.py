@@ -415,3 +415,43 @@ def test_the_callers_logits_are_left_as_they_are() -> None:
     before = logits.clone()
     launch(sampler, logits[0], [0], 2).collect()
     assert torch.equal(logits, before)
+
+
+# --- rows that are no numbers
+
+
+ROUTES = {
+    "greedy": GREEDY,
+    "plain": SamplingParams(seed=1),
+    "narrow": SamplingParams(seed=1, top_k=5),
+    "narrow and cut": SamplingParams(seed=1, top_k=5, top_p=0.9),
+    "cut": SamplingParams(seed=1, top_p=0.9),
+    "floor": SamplingParams(seed=1, min_p=0.1),
+    "penalised": SamplingParams(seed=1, presence_penalty=0.5, repetition_penalty=1.2),
+    "told": SamplingParams(seed=1, logprobs=2),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("broken", ["one NaN", "all NaN", "one infinity", "all ruled out"])
+def test_r11_a_row_that_is_no_numbers_is_found_out_and_its_neighbours_are_what_they_were(
+    route: str, broken: str
+) -> None:
+    sampler = new_sampler(97, slots=3)
+    for slot in range(3):
+        sampler.open(slot, ROUTES[route], seed=slot, prompt=[1, 2, 3])
+    logits = torch.randn(3, 97, generator=torch.Generator().manual_seed(4))
+    rows = (np.arange(3), np.full(3, 3), np.zeros(3, np.int64))
+    whole = sampler.sample(logits, *rows)
+    expected = ids(whole)
+    assert whole.not_finite == []
+    for slot in range(3):
+        sampler.close(slot)
+        sampler.open(slot, ROUTES[route], seed=slot, prompt=[1, 2, 3])
+    bad = {"one NaN": math.nan, "all NaN": math.nan, "one infinity": math.inf, "all ruled out": -math.inf}[broken]
+    logits[1, 40 if broken.startswith("one") else slice(None)] = bad
+    sampled = sampler.sample(logits, *rows)
+    drawn = ids(sampled)
+    assert sampled.not_finite == [1]
+    assert (drawn[0], drawn[2]) == (expected[0], expected[2])
+    assert 0 <= drawn[1] < 97

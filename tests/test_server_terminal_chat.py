@@ -61,6 +61,7 @@ def test_a_refusal_is_told_in_the_servers_words_and_forgotten(http: httpx.Client
 
 def test_a_failure_in_mid_answer_is_told(http: httpx.Client, executor: ScriptedExecutor) -> None:
     executor.fail_step(len(executor.batches) + 1)
+    executor.fail_step(len(executor.batches) + 2)
     with pytest.raises(ChatError, match="failed to answer"):
         Conversation(http, {}).say("hi", print)
 

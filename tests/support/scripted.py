@@ -108,6 +108,7 @@ class ScriptedExecutor:
         self._free = list(range(cells))  # a heap
         self._failures: dict[int, Exception] = {}  # launch number, from 1
         self._session_failures: dict[tuple[int, ...], str] = {}  # prompt
+        self._poison: set[tuple[int, ...]] = set()  # prompts
         self._gate = threading.Condition()
         self._permits: int | None = None  # None: open
         self._waiting = False
@@ -137,6 +138,15 @@ class ScriptedExecutor:
         Any other error is one that nobody handles: it ends the engine.
         """
         self._failures[number] = StepFailed("a scripted failure") if error is None else error
+
+    def heal(self) -> None:
+        """No step fails any more but by what `fail_session` said."""
+        self._failures.clear()
+        self._poison.clear()
+
+    def fail_steps_with(self, *prompts: Sequence[int]) -> None:
+        """Every step in which a session of one of these prompts draws fails in its collect, with all that are in it."""
+        self._poison |= {tuple(prompt) for prompt in prompts}
 
     def fail_session(self, prompt: Sequence[int], error: str = "a scripted failure") -> None:
         """Sessions of this prompt fail with their next step; the others in it stand."""
@@ -228,7 +238,10 @@ class ScriptedExecutor:
             raise StepFailed(f"a {batch.num_tokens}-token step does not fit: {self.free_cells} cells free")
         self.batches.append(batch)
         output = StepOutput(tuple(self._run(chunk) for chunk in batch.chunks))
-        return ScriptedInFlight(batch, output, self._failures.pop(len(self.batches), None))
+        error = self._failures.pop(len(self.batches), None)
+        if any(chunk.draws and self.sessions[chunk.session_id].prompt in self._poison for chunk in batch.chunks):
+            error = StepFailed("a poisoned step")
+        return ScriptedInFlight(batch, output, error)
 
     def collect(self, in_flight: ScriptedInFlight) -> StepOutput:
         self._pass_gate()
