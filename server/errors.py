@@ -102,8 +102,27 @@ def invalid_json(message: str = "the body is not valid JSON") -> ApiError:
     return _refused(message, "invalid_json")
 
 
-def invalid_http() -> ApiError:
-    return _refused("the request is not valid HTTP", "invalid_http")
+def invalid_http(message: str = "the request is not valid HTTP") -> ApiError:
+    return _refused(message, "invalid_http", headers={"Connection": "close"})
+
+
+def headers_too_large() -> ApiError:
+    return _refused(
+        "the request's line and headers are too long", "headers_too_large", status=431, headers={"Connection": "close"}
+    )
+
+
+def request_timeout(timeout_s: float) -> ApiError:
+    return _refused(
+        f"the rest of the request did not come within {timeout_s:g} s",
+        "request_timeout",
+        status=408,
+        headers={"Connection": "close"},
+    )
+
+
+def unsupported_encoding(coding: str) -> ApiError:
+    return _refused(f"the body is encoded as {_echo(coding)}: send it as it is", "unsupported_encoding", status=415)
 
 
 def invalid_value(message: str, param: str | None = None) -> ApiError:
@@ -117,6 +136,16 @@ def missing_field(param: str) -> ApiError:
 def unsupported_parameter(message: str, param: str) -> ApiError:
     """A field we know, with a value that this server cannot obey."""
     return _refused(message, "unsupported_parameter", param=param)
+
+
+def no_embeddings(reason: str) -> ApiError:
+    """The model, or how it is served here, cannot; another server may. 400: the route is there, and a retry is vain."""
+    return _refused(
+        f"this model makes no embeddings: {reason}",
+        "embeddings_not_supported",
+        param="model",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def unknown_parameter(param: str) -> ApiError:
@@ -138,16 +167,6 @@ def context_length_exceeded(
 
 
 def request_too_large(message: str, param: str | None = None) -> ApiError:
-def no_embeddings(reason: str) -> ApiError:
-    """The model, or how it is served here, cannot; another server may. 400: the route is there, and a retry is vain."""
-    return _refused(
-        f"this model makes no embeddings: {reason}",
-        "embeddings_not_supported",
-        param="model",
-        headers={"x-should-retry": "false"},
-    )
-
-
     """Larger than the whole server: it could never run, however long it waited."""
     return _refused(message, "request_too_large", param=param, headers={"x-should-retry": "false"})
 
@@ -204,8 +223,8 @@ def invalid_api_key(is_missing: bool) -> ApiError:
     )
 
 
-def origin_not_allowed() -> ApiError:
-    message = "pages of other origins may not call this server; --cors-origin lets one in"
+def origin_not_allowed(origin: str) -> ApiError:
+    message = f"pages of {_echo(origin)} may not call this server; --cors-origin lets one in"
     return ApiError(403, message, type="authentication_error", code="origin_not_allowed")
 
 

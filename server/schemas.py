@@ -24,8 +24,12 @@ DEFAULT_MAX_TOKENS = 16
 """Of completions; a chat may fill the rest of the context."""
 
 _MAX_STOPS = 4
+_MAX_STOP_CHARS = 4096
+"""Preparing one holds up the event loop for a microsecond a character."""
 _MAX_BIASED = 1024
 _MAX_BAD_WORDS = 128
+_MAX_BAD_WORD_CHARS = 256
+"""Turning them all into ids holds up the event loop for some 10 ms."""
 MAX_MESSAGES = 4096
 """Checking more would hold up the event loop: they cost about 10 us each."""
 _MAX_REPORTED = 16
@@ -49,6 +53,12 @@ def _text(value: Any, what: str) -> str:
         except UnicodeEncodeError as error:
             raise ValueError(f"{what} holds half of a surrogate pair") from error
     return value
+
+
+def _check_longest(texts: Sequence[Any], what: str, limit: int) -> None:
+    longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
+    if longest > limit:
+        raise ValueError(f"{what} has {longest} characters: at most {limit} are possible")
 
 
 def _ids(value: list[Any]) -> tuple[int, ...]:
@@ -88,6 +98,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise ValueError(f"{len(texts)} stop strings: at most {_MAX_STOPS} are possible")
     if "" in texts:
         raise ValueError("a stop string is empty")
+    _check_longest(texts, "a stop string", _MAX_STOP_CHARS)
     return tuple(_text(text, "each stop string") for text in texts)
 
 
@@ -115,6 +126,7 @@ def _bad_words(value: Any) -> tuple[str, ...]:
         raise ValueError(f"{len(value)} entries: at most {_MAX_BAD_WORDS} are possible")
     if any(isinstance(word, str) and not word.strip() for word in value):
         raise ValueError("a word is empty")
+    _check_longest(value, "a word", _MAX_BAD_WORD_CHARS)
     return tuple(_text(word, "each word") for word in value)
 
 
@@ -153,8 +165,12 @@ Stops = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": _MAX_STOPS},
+                {"type": "string", "minLength": 1, "maxLength": _MAX_STOP_CHARS},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1, "maxLength": _MAX_STOP_CHARS},
+                    "maxItems": _MAX_STOPS,
+                },
                 {"type": "null"},
             ]
         }
@@ -180,7 +196,18 @@ Biases = Annotated[
 BadWords = Annotated[
     tuple[str, ...],
     PlainValidator(_bad_words),
-    WithJsonSchema({"anyOf": [{**_STRINGS, "maxItems": _MAX_BAD_WORDS}, {"type": "null"}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "array",
+                    "items": {"type": "string", "maxLength": _MAX_BAD_WORD_CHARS},
+                    "maxItems": _MAX_BAD_WORDS,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
 ]
 Truncation = Annotated[
     int | None,
@@ -454,6 +481,14 @@ _NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
 }
 
 
+_NEUTRAL_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "normalize": (True,),
+    "input_type": ("",),
+    "embed_dtype": ("float32",),
+}
+"""Of embeddings: they always have length 1, and one kind of input."""
+
+
 class Named(Protocol):
     """A body that may name its model."""
 
@@ -483,14 +518,6 @@ def check_extra_fields(body: BaseModel, *, is_strict: bool = False) -> dict[str,
     # A caller's names go into a header: keep it short and free of anything but visible ASCII.
     names = ["".join(c if "!" <= c <= "~" and c != "," else "?" for c in name[:64]) for name in ignored[:_MAX_REPORTED]]
     return {"x-ignored-params": ",".join(names)}
-_NEUTRAL_ELSEWHERE: dict[str, tuple[Any, ...]] = {
-    "normalize": (True,),
-    "input_type": ("",),
-    "embed_dtype": ("float32",),
-}
-"""Of embeddings: they always have length 1, and one kind of input."""
-
-
 
 
 def check_model(body: Named, served_names: Sequence[str]) -> str:
@@ -513,9 +540,14 @@ def truncated(body: GenerationBody, token_ids: Sequence[int], info: EngineInfo, 
     if keep == -1:
         limit = body.token_limit
         keep = max(1, info.max_model_len - (limit if limit is not None else default or 1))
+    return cut(token_ids, keep, body.truncation_side)
+
+
+def cut(token_ids: Sequence[int], keep: int | None, side: str | None) -> Sequence[int]:
+    """The last `keep` tokens, or the first where the right side is cut; None: all."""
     if keep is None or len(token_ids) <= keep:
         return token_ids
-    return token_ids[:keep] if body.truncation_side == "right" else token_ids[-keep:]
+    return token_ids[:keep] if side == "right" else token_ids[-keep:]
 
 
 def estimated_tokens(prompts: Sequence[RawPrompt], info: EngineInfo, keep: int | None = None) -> int:
@@ -540,11 +572,6 @@ def new_tokens(
     info: EngineInfo,
     default: int | None,
     param: str,
-    return cut(token_ids, keep, body.truncation_side)
-
-
-def cut(token_ids: Sequence[int], keep: int | None, side: str | None) -> Sequence[int]:
-    """The last `keep` tokens, or the first where the right side is cut; None: all."""
     *,
     clamps: bool = False,
 ) -> int:

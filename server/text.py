@@ -32,6 +32,8 @@ _CHARACTERS_OF_A_CALL = 64
 _BYTES_PER_TOKEN = 12
 """More bytes a token than any prompt has: text beyond this times the context is refused without encoding it."""
 
+_LONGEST_UNBOUND = 2 * 1024 * 1024
+"""Characters of text that no context bounds, because it is cut or only counted. A MB takes up to 2 s of one core."""
 
 _TOLD = ("tokenizer_class", "add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
 """Of the configuration; the rest may name folders of the machine it was made on."""
@@ -42,6 +44,10 @@ class TemplateMessage(Protocol):
 
     @property
     def content(self) -> Any: ...
+
+    @property
+    def model_extra(self) -> dict[str, Any] | None:
+        """Fields beyond role and content."""
 
     def for_template(self) -> dict[str, Any]: ...
 
@@ -129,19 +135,13 @@ class Text:
     ) -> list[int]:
         """As encode, off the event loop when long. Raises ApiError 400 when it is hopelessly over the context.
 
-        max_model_len: None for text of any length.
+        max_model_len: None for text that need not fit; then there is only a limit of what one may cost.
         """
-        if max_model_len is not None:
-            self._refuse_by_size(text, max_model_len, param)
+        self._refuse_by_size(text, max_model_len, param)
         if len(text) <= _LONGEST_ON_LOOP:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
-    async def encode_chat(
-        self,
-        messages: Sequence[TemplateMessage],
-        *,
-        max_model_len: int | None = None,
     async def encode_prompts(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -162,6 +162,11 @@ class Text:
         encoded = iter(run() if is_short else await asyncio.to_thread(run))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
+    async def encode_chat(
+        self,
+        messages: Sequence[TemplateMessage],
+        *,
+        max_model_len: int | None = None,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         variables: Mapping[str, Any] | None = None,
@@ -181,17 +186,17 @@ class Text:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
             )
-            if max_model_len is not None:
-                self._refuse_by_size(rendered, max_model_len, "messages")
+            self._refuse_by_size(rendered, max_model_len, "messages")
             token_ids: list[int] = []
             for piece in self.chat_template.pieces(rendered):
                 token_ids += self.encode(piece, add_special_tokens=add_special_tokens and not token_ids)
             return token_ids
 
-        size = sum(_num_characters(message.content) for message in messages) + (len(json.dumps(tools)) if tools else 0)
+        size = sum(_num_characters(message.content) for message in messages)
         if max_model_len is not None and size > _BYTES_PER_TOKEN * max_model_len:
             raise _hopeless(size, max_model_len, "messages")
-        if size + len(messages) * 64 <= _LONGEST_ON_LOOP:
+        others = [variables, tools, *(message.model_extra for message in messages)]
+        if size + len(messages) * 64 <= _LONGEST_ON_LOOP and _is_light(others, _LONGEST_ON_LOOP - size):
             return run()
         return await asyncio.to_thread(run)
 
@@ -251,7 +256,13 @@ class Text:
         return bool(token_ids[0] == bos_id and token_ids[1] == bos_id)
 
     @staticmethod
-    def _refuse_by_size(text: str, max_model_len: int, param: str) -> None:
+    def _refuse_by_size(text: str, max_model_len: int | None, param: str) -> None:
+        if max_model_len is None:
+            if len(text) > _LONGEST_UNBOUND:
+                raise errors.request_too_large(
+                    f"the text has {len(text)} characters: at most {_LONGEST_UNBOUND} are turned into tokens", param
+                )
+            return
         limit = _BYTES_PER_TOKEN * max_model_len
         # Characters first: counting bytes copies the text.
         size = len(text) if len(text) > limit or len(text) * 4 <= limit else len(text.encode())
@@ -289,6 +300,20 @@ def _num_characters(content: Any) -> int:
     if isinstance(content, list):
         return sum(_num_characters(part.get("text")) for part in content if isinstance(part, dict))
     return 0
+
+
+def _is_light(value: Any, limit: int) -> bool:
+    """Whether all text and all values within it come to no more than `limit` characters. Looks no further than that."""
+    waiting, weight = [value], 0
+    while waiting and weight <= limit:
+        item = waiting.pop()
+        weight += len(item) if isinstance(item, str) else 8
+        if isinstance(item, Mapping):
+            waiting += item
+            waiting += item.values()
+        elif isinstance(item, Sequence) and not isinstance(item, str):
+            waiting += item
+    return weight <= limit
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server import errors, schemas
+from server.bodies import JsonRoute
 from server.schemas import Count, Message
 from server.serving import Serving
 from server.text import Text
 from server.tools import MAX_TOOLS, Tool
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(tags=["tokens"], route_class=JsonRoute)
+
+_MAX_TOKENS = 1 << 20
+"""Turned into text at once; a second of work."""
+_MOST_ON_LOOP = 1024
+"""Tokens; an answer about more is written on another thread, for it takes longer than a millisecond."""
 
 _INPUTS = ("prompt", "messages", "content")
 _ONE_OF: dict[str, Any] = {
@@ -63,34 +72,42 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    tokens: list[Count]
+    tokens: Annotated[list[Count], Field(max_length=_MAX_TOKENS)]
 
 
 @router.post("/tokenize", operation_id="tokenize")
-async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+async def tokenize(request: Request, body: TokenizeBody) -> Response:
     serving: Serving = request.app.state.serving
     schemas.check_model(body, serving.served_names)
     text = _text(serving, "prompt")
     token_ids = await _ids(body, text)
-    answer: dict[str, Any] = {
-        "count": len(token_ids),
-        "max_model_len": serving.client.info.max_model_len,
-        "tokens": [_piece(text, token_id) for token_id in token_ids] if body.with_pieces else token_ids,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [text.token_text(token_id) for token_id in token_ids]
-    return answer
+
+    def answer() -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": serving.client.info.max_model_len,
+            "tokens": [_piece(text, token_id) for token_id in token_ids] if body.with_pieces else token_ids,
+        }
+        if body.return_token_strs:
+            told["token_strs"] = [text.token_text(token_id) for token_id in token_ids]
+        return told
+
+    return await _answered(answer, len(token_ids))
 
 
 @router.post("/detokenize", operation_id="detokenize")
-async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, str]:
+async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     """The text of the ids, control tokens as they are spelled: as `prompt` (vLLM) and as `content` (llama.cpp)."""
     serving: Serving = request.app.state.serving
     schemas.check_model(body, serving.served_names)
     text = _text(serving, "tokens")
     schemas.check_ids(body.tokens, serving.client.info, "tokens")
-    decoded = text.decode(body.tokens, skip_special_tokens=False)
-    return {"prompt": decoded, "content": decoded}
+
+    def answer() -> dict[str, str]:
+        decoded = text.decode(body.tokens, skip_special_tokens=False)
+        return {"prompt": decoded, "content": decoded}
+
+    return await _answered(answer, len(body.tokens))
 
 
 @router.get("/tokenizer_info", operation_id="tokenizer_info")
@@ -116,6 +133,16 @@ async def _ids(body: TokenizeBody, text: Text) -> list[int]:
         return await text.encode_prompt(body.prompt, add_special_tokens=asked is not False)
     assert body.content is not None
     return await text.encode_prompt(body.content, add_special_tokens=bool(asked))
+
+
+async def _answered(answer: Callable[[], dict[str, Any]], num_tokens: int) -> Response:
+    """`answer()` as JSON."""
+
+    def write() -> bytes:
+        return json.dumps(answer(), ensure_ascii=False, separators=(",", ":")).encode()
+
+    content = write() if num_tokens <= _MOST_ON_LOOP else await asyncio.to_thread(write)
+    return Response(content, media_type="application/json")
 
 
 def _piece(text: Text, token_id: int) -> dict[str, Any]:

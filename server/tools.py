@@ -184,7 +184,10 @@ def _call_schema(function: Function, definitions: dict[str, Any]) -> dict[str, A
     """definitions: what references in the schema point to; it moves to the root, where they look for it."""
     arguments = _arguments(function)
     for key in ("$defs", "definitions"):
-        for name, schema in (arguments.pop(key, None) or {}).items():
+        named = arguments.pop(key, None) or {}
+        if not isinstance(named, dict):
+            raise errors.invalid_value(f"{key} in the parameters of {function.name} must be an object", "tools")
+        for name, schema in named.items():
             if definitions.setdefault(key, {}).setdefault(name, schema) != schema:
                 raise errors.invalid_value(f"two tools define {name} in {key} differently", "tools")
     return {

@@ -16,6 +16,9 @@ from server.errors import ApiError
 CASES = [
     (errors.invalid_json(), 400, "invalid_request_error", "invalid_json"),
     (errors.invalid_http(), 400, "invalid_request_error", "invalid_http"),
+    (errors.headers_too_large(), 431, "invalid_request_error", "headers_too_large"),
+    (errors.request_timeout(30.0), 408, "invalid_request_error", "request_timeout"),
+    (errors.unsupported_encoding("gzip"), 415, "invalid_request_error", "unsupported_encoding"),
     (errors.invalid_value("n is 0", "n"), 400, "invalid_request_error", "invalid_value"),
     (errors.missing_field("prompt"), 400, "invalid_request_error", "missing_field"),
     (errors.unsupported_parameter("no", "best_of"), 400, "invalid_request_error", "unsupported_parameter"),
@@ -25,7 +28,7 @@ CASES = [
     (errors.not_found("/x"), 404, "invalid_request_error", "not_found"),
     (errors.method_not_allowed("PUT", "/x", "GET"), 405, "invalid_request_error", "method_not_allowed"),
     (errors.invalid_api_key(True), 401, "authentication_error", "invalid_api_key"),
-    (errors.origin_not_allowed(), 403, "authentication_error", "origin_not_allowed"),
+    (errors.origin_not_allowed("https://x.example"), 403, "authentication_error", "origin_not_allowed"),
     (errors.body_too_large(10), 413, "invalid_request_error", "request_too_large"),
     (errors.unsupported_media_type("text/html"), 415, "invalid_request_error", "unsupported_media_type"),
     (errors.queue_full("full", 2), 429, "overloaded_error", "queue_full"),
