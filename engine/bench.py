@@ -44,8 +44,9 @@ MAX_PASSES = 20
 PASSES_S = 5.0
 """Seconds after which no further pass of one row count begins."""
 IDLE_STEPS = 60
-"""Steps of which the device's pauses are counted."""
-MIN_PAUSE_S = 5e-6
+"""Steps that are timed to find the device's pauses, with a pause before each and without."""
+PAUSE_CYCLES = 60_000_000
+"""Of the device's clock, about 30 ms."""
 Json = dict[str, str | float | None]
 
 
@@ -118,11 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         work = workload(args, info.vocab_size)
         measured = _run_repeats(loop, work, args.repeat, console)
-        idle_s = measure_idle(loop, work, info.device) if args.idle else None
+        idle = measure_idle(loop, work, info.device) if args.idle else None
         with console.status("measuring the ceilings"):
             ceilings = measure_ceilings(info, torch.device(info.device), (1, 32, PREFILL_ROWS, work.streams))
     report = Report(info, work, args.shape or Path(info.model).name, ablations(args))
-    for record in report.records(measured, ceilings, args.peer, idle_s, start_s):
+    for record in report.records(measured, ceilings, args.peer, idle, start_s):
         print(json.dumps(record))
     return 0
 
@@ -186,48 +187,43 @@ def run_workload(loop: EngineLoop, work: Workload, name: str, on_tokens: Callabl
     return duration_s
 
 
-def measure_idle(loop: EngineLoop, work: Workload, device: str) -> float | None:
-    """Median seconds a step for which the device had nothing to do while every stream decoded.
+def measure_idle(loop: EngineLoop, work: Workload, device: str) -> tuple[float, float] | None:
+    """(seconds a step for which the device has nothing to do, seconds it works) while every stream decodes. Medians.
 
-    Pauses inside a captured forward are the forward's: only those of MIN_PAUSE_S and longer are the loop's. None where
-    the profiler sees no kernels.
+    A step launched behind a pause longer than its launch runs without gaps: that is its work. What a step takes in the
+    loop beyond it is idle time. None without a CUDA device.
     """
     if not device.startswith("cuda"):
         return None
-    from torch._C._autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    run_workload(loop, Workload("", tuple((prompt, 8) for prompt, _ in work.requests[:1]), 1), "idle-warm", _ignore)
     for number, (prompt, _) in enumerate(work.requests[: work.streams]):
         greedy = SamplingParams(temperature=0.0)
-        loop.submit(GenerateRequest(f"idle-{number}", prompt[:64], sampling=greedy, max_new_tokens=IDLE_STEPS + 60))
-    for _ in range(40):
-        loop.step()
-    before = loop.stats().steps
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(IDLE_STEPS):
-            loop.step()
-        steps = loop.stats().steps - before
-        torch.cuda.synchronize()
+        loop.submit(GenerateRequest(f"idle-{number}", prompt[:64], sampling=greedy, max_new_tokens=3 * IDLE_STEPS + 60))
+    for _ in range(60):
+        loop.step()  # the prompts
+    period_s = statistics.median(_event_gaps_s(loop, pause_cycles=0))
+    work_s = statistics.median(_event_gaps_s(loop, pause_cycles=PAUSE_CYCLES))
     while loop.has_work():
         loop.step()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in seen.events() or ()
-        if event.device_type is DeviceType.CUDA
-    )
-    if not spans:
-        return None
-    pauses_us, end = 0.0, spans[0][1]
-    for start, stop in spans:
-        if start - end >= MIN_PAUSE_S * 1e6:
-            pauses_us += start - end
-        end = max(end, stop)
-    return pauses_us / 1e6 / steps
+    return max(period_s - work_s, 0.0), work_s
 
 
-def _ignore(tokens: int) -> None:
-    pass
+def _event_gaps_s(loop: EngineLoop, pause_cycles: int) -> list[float]:
+    """Seconds of device time of each of IDLE_STEPS turns: from the last one's end, or from the end of a pause."""
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    before.record()
+    for _ in range(IDLE_STEPS):
+        if pause_cycles:
+            torch.cuda._sleep(pause_cycles)
+            before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            before.record()
+        loop.step()
+        after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        after.record()
+        marks.append((before, after))
+        before = after
+    torch.cuda.synchronize()
+    return [first.elapsed_time(second) / 1e3 for first, second in marks]
 
 
 def measure_ceilings(info: EngineInfo, device: torch.device, row_counts: Sequence[int]) -> Ceilings:
@@ -288,15 +284,16 @@ class Report:
         measured: Sequence[float],
         ceilings: Ceilings,
         peers: Sequence[tuple[str, float]],
-        idle_s: float | None,
+        idle: tuple[float, float] | None,
         start_s: float,
     ) -> list[Json]:
         records = [self._record("ceiling", "weights read at 1 row", ceilings.read_gb_s(), "GB/s")]
         for rows in sorted(set(ceilings.pass_s) - {1}):
             records.append(self._record("ceiling", f"products at {rows} rows", ceilings.gflops(rows), "GFLOP/s"))
         records.append(self._record("start-up", "engine, in this process", start_s, "s"))
-        if idle_s is not None:
-            records.append(self._record("idle", f"decode, {self.work.streams} streams", idle_s * 1e6, "us a step"))
+        if idle is not None:
+            records.append(self._record("idle", f"decode, {self.work.streams} streams", idle[0] * 1e6, "us a step"))
+            records.append(self._record("work", f"decode, {self.work.streams} streams", idle[1] * 1e3, "ms a step"))
         unit = "prompt tok/s" if self.work.is_prefill else "output tok/s"
         value = statistics.median(measured)
         ours = self._record("engine", self.work.case + self.ablations, value, unit, ceilings.floor_tok_s(self.work))

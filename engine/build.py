@@ -37,9 +37,9 @@ CPU_WIDTHS = (1, 2, 4, 8, 16)
 CPU_POOL_BYTES = 4 << 30
 CPU_PREFILL = (512, 256, 64)
 """Tokens of a step without decodes, of a step beside decodes (at least), of one session's turn."""
-CUDA_WIDTHS = (1, 2, 4, *range(8, 257, 8), 512)
-CUDA_PREFILL = (8192, 512, 256)
-"""The last two: 256 decodes and one turn of prefill fill the widest captured width and no more."""
+CUDA_WIDTHS = (1, 2, 4, *range(8, 257, 8), 384, 512, 768, 1024)
+CUDA_PREFILL = (8192, 1024, 256)
+"""The second is the widest captured width: prompts beside 256 decodes come at up to 768 tokens a step."""
 
 
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, EngineInfo]:

@@ -25,6 +25,7 @@ from engine.raw_steps import Consume, RawStep, RawSteps
 from engine.sampling import Sampled, Sampler
 from engine.slices import run_slice
 from engine.types import Batch, Chunk, ChunkOutput, SamplingParams, StepOutput, TokenLogprobs
+from engine.uploads import upload, upload_integers
 from static_graphs.additional import AdditionalMethods
 from static_graphs.forwards import Forwards, Model
 from static_graphs.methods import plan_slices
@@ -359,18 +360,25 @@ class CellExecutor:
                 session.is_poisoned = True
 
     def _run(self, batch: Batch, packed: PackedStep) -> CellInFlight:
-        tokens = torch.from_numpy(packed.tokens).to(self._device, non_blocking=True)
-        positions = torch.from_numpy(packed.positions).to(self._device, non_blocking=True)
+        slices = plan_slices(packed.num_tokens, self._forwards.methods)
+        picks = [select_rows(packed.selected, each.offset, each.length) for each in slices]
+        nothing = np.empty(0, np.int64)  # where every chunk was refused there is no slice
+        rows = np.concatenate([nothing, *(rows for rows, _ in picks)])
+        owners = packed.seq_ids[packed.selected[np.concatenate([nothing, *(asked for _, asked in picks)])]]
+        tokens, positions, sequences, selected, drawn_by = upload_integers(
+            self._device, packed.tokens, packed.positions, packed.seq_ids, rows, owners
+        )
         if (packed.tokens < 0).any():
-            owners = torch.from_numpy(packed.seq_ids).to(self._device, torch.int64)
-            tokens = torch.where(tokens < 0, self._last_token[owners], tokens)
+            tokens = torch.where(tokens < 0, self._last_token[sequences], tokens)
         parts: list[SlicePart] = []
         ran: list[tuple[str, int, int]] = []
         pooled = PooledStep(packed)
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        for step_slice in plan_slices(packed.num_tokens, self._forwards.methods):
+        first_row = 0
+        for step_slice, (_, asked) in zip(slices, picks, strict=True):
             span = slice(step_slice.offset, step_slice.offset + step_slice.length)
-            rows, asked = select_rows(packed.selected, step_slice.offset, step_slice.length)
+            mine = slice(first_row, first_row + len(asked))
+            first_row = mine.stop
             logits = run_slice(
                 self._forwards,
                 self._cache,
@@ -378,12 +386,12 @@ class CellExecutor:
                 tokens[span],
                 positions[span],
                 packed.seq_ids[span],
-                rows,
+                selected[mine] if len(asked) else None,
                 pooled.take(step_slice),
             )
             ran.append((self._forwards.methods[step_slice.method].name, step_slice.length, step_slice.width))
             if logits is not None:
-                part = self._answer(batch, packed, asked, logits, prompt_logprobs)
+                part = self._answer(batch, packed, asked, logits, drawn_by[mine], prompt_logprobs)
                 if part is not None:
                     parts.append(part)
         return CellInFlight(batch, tuple(parts), prompt_logprobs, dict(packed.refusals), tuple(ran), pooled)
@@ -394,9 +402,13 @@ class CellExecutor:
         packed: PackedStep,
         asked: npt.NDArray[np.int64],
         logits: torch.Tensor,
+        owners: torch.Tensor,
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> SlicePart | None:
-        """Draw from the slice's logits [R, V], which answer `packed.selected[asked]`; note the prompt's logprobs."""
+        """Draw from the slice's logits [R, V], which answer `packed.selected[asked]`; note the prompt's logprobs.
+
+        owners: [R] i64, device, the sequence of each.
+        """
         answers, draws, rows = packed.answers[asked], packed.draws[asked], packed.selected[asked]
         for chunk_index in np.unique(answers[draws < 0]).tolist():
             chunk = batch.chunks[chunk_index]
@@ -404,21 +416,24 @@ class CellExecutor:
             targets = (*chunk.tokens, chunk.following_token)
             num_top = self._sessions[chunk.session_id].params.prompt_logprobs or 0
             done = prompt_logprobs.setdefault(chunk_index, [])
-            wanted = torch.tensor(targets[len(done) + 1 : len(done) + 1 + len(mine)], device=self._device)
-            done += self._sampler.prompt_logprobs(logits[torch.from_numpy(mine).to(self._device)], wanted, num_top)
+            wanted = np.array(targets[len(done) + 1 : len(done) + 1 + len(mine)], np.int64)
+            at, wanted_ids = upload_integers(self._device, mine, wanted)
+            done += self._sampler.prompt_logprobs(logits[at], wanted_ids, num_top)
         drawn = np.flatnonzero(draws >= 0)
         if not len(drawn):
             return None
         if len(drawn) < len(draws):
-            logits = logits[torch.from_numpy(drawn).to(self._device)]
-        owners = packed.seq_ids[rows[drawn]].astype(np.int64)
+            at = upload(drawn, self._device)
+            logits, owners = logits[at], owners[at]
+        slots = packed.seq_ids[rows[drawn]].astype(np.int64)
         choices = draws[drawn].astype(np.int64)
         fed = packed.tokens[rows[drawn]]
-        sampled = self._sampler.sample(logits, owners, packed.positions[rows[drawn]] + 1, choices, fed)
-        own = np.flatnonzero(choices == 0)  # a fork's token is its own session's last token, not the stem's
-        self._last_token[torch.from_numpy(owners[own]).to(self._device)] = sampled.ids[
-            torch.from_numpy(own).to(self._device)
-        ]
+        sampled = self._sampler.sample(logits, slots, packed.positions[rows[drawn]] + 1, choices, fed)
+        ids = sampled.ids
+        if choices.any():  # a fork's token is its own session's last token, not the stem's
+            own = upload(np.flatnonzero(choices == 0), self._device)
+            owners, ids = owners[own], ids[own]
+        self._last_token.index_copy_(0, owners, ids)
         return SlicePart(answers[drawn], sampled)
 
     # --- below sessions ---------------------------------------------------------------------------------------------

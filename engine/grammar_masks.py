@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.grammar import Grammars, Matcher
 from engine.types import Grammar
+from engine.uploads import upload
 
 
 @dataclass(slots=True)
@@ -94,14 +95,10 @@ class GrammarMasks:
 
     def _masked(self, logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> Tensor:
         """masks: i32[r, words] of the rows -> logits with -inf where a bit is 0."""
-        words = self._upload(masks)
+        words = upload(masks, self._device)
         bits = torch.arange(32, dtype=torch.int32, device=self._device)
         is_allowed = (words.unsqueeze(-1).bitwise_right_shift(bits) & 1).flatten(1)[:, : self._vocab_size].bool()
-        where = self._upload(rows)
+        where = upload(rows, self._device)
         # Not -inf: of tokens that the model or a ban rules out, the allowed ones must still lead the others.
         allowed = logits[where].clamp_(min=torch.finfo(torch.float32).min)
         return logits.index_copy(0, where, allowed.masked_fill_(~is_allowed, -torch.inf))
-
-    def _upload(self, array: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)

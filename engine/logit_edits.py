@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.types import SamplingParams
+from engine.uploads import upload
 
 _NEVER = -100.0
 """A logit_bias this low is a ban."""
@@ -106,14 +107,14 @@ class LogitEdits:
         self._edits[slot] = edits
         if edits.has_penalties:
             in_text, in_prompt = self._counts.open(slot)
-            drawn = _to(_ids(generated), self._device)
+            drawn = upload(_ids(generated), self._device)
             in_text.scatter_add_(0, drawn, _ones_like(drawn))
-            in_prompt.index_fill_(0, _to(_ids(prompt), self._device), 1)
+            in_prompt.index_fill_(0, upload(_ids(prompt), self._device), 1)
         if edits.words:
             self._tails.widen(max(len(word) for word in edits.words) - 1)
             (tail,) = self._tails.open(slot)
             newest = _ids(generated)[-self._tails.width :]
-            tail[self._tails.width - newest.size :] = _to(newest, self._device)
+            tail[self._tails.width - newest.size :] = upload(newest, self._device)
 
     def close(self, slot: int) -> None:
         self._version += 1
@@ -154,7 +155,7 @@ class LogitEdits:
             rows, where = state.rows_of(slots, only=draws == 0)
             if not where.size:
                 continue
-            at, drawn = _to(rows, self._device), ids[_to(where, self._device)]
+            at, drawn = upload(rows, self._device), ids[upload(where, self._device)]
             if state is self._counts:
                 state.data.index_put_((at, torch.zeros_like(at), drawn), _ones_like(drawn), accumulate=True)
             else:
@@ -215,19 +216,19 @@ class LogitEdits:
             return None
         rows = np.repeat([row for row, _ in entries], [ids.size for _, ids in entries])
         flat = np.concatenate(values) if values is not None else np.full(entries_size, -np.inf, np.float32)
-        where = (_to(rows, self._device), _to(np.concatenate([ids for _, ids in entries]), self._device))
+        where = (upload(rows, self._device), upload(np.concatenate([ids for _, ids in entries]), self._device))
         distinct = np.unique(rows)
-        return _Sparse(rows=_to(distinct, self._device), where=where, values=_to(flat, self._device))
+        return _Sparse(rows=upload(distinct, self._device), where=where, values=upload(flat, self._device))
 
     def _penalties(self, slots: NDArray[np.int64], rows: list[tuple[int, SlotEdits]]) -> _Penalties | None:
         if not rows:
             return None
         at = np.array([row for row, _ in rows])
         factors = np.array([(edit.repetition, edit.frequency, edit.presence) for _, edit in rows], np.float32)
-        repetition, frequency, presence = _to(factors, self._device).unsqueeze(-1).unbind(dim=1)
+        repetition, frequency, presence = upload(factors, self._device).unsqueeze(-1).unbind(dim=1)
         return _Penalties(
-            rows=_to(at, self._device),
-            count_rows=_to(self._counts.rows_of(slots[at])[0], self._device),
+            rows=upload(at, self._device),
+            count_rows=upload(self._counts.rows_of(slots[at])[0], self._device),
             repetition=repetition,
             frequency=frequency,
             presence=presence,
@@ -243,10 +244,10 @@ class LogitEdits:
             prefix[len(prefix) - len(word) + 1 :] = word[:-1]
         at = np.array([row for row, _ in entries])
         return _Words(
-            rows=_to(at, self._device),
-            tail_rows=_to(self._tails.rows_of(slots[at])[0], self._device),
-            prefixes=_to(prefixes, self._device),
-            last_ids=_to(np.array([word[-1] for _, word in entries]), self._device),
+            rows=upload(at, self._device),
+            tail_rows=upload(self._tails.rows_of(slots[at])[0], self._device),
+            prefixes=upload(prefixes, self._device),
+            last_ids=upload(np.array([word[-1] for _, word in entries]), self._device),
         )
 
 
@@ -352,8 +353,3 @@ def _ids(ids: Sequence[int] | dict[int, float]) -> NDArray[np.int64]:
 
 def _ones_like(ids: Tensor) -> Tensor:
     return torch.ones_like(ids, dtype=torch.int32)
-
-
-def _to(array: NDArray[np.int64] | NDArray[np.float32], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

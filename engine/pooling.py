@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from engine.packing import PackedStep, select_rows
+from engine.uploads import upload
 from static_graphs.methods import StepSlice
 
 
@@ -45,7 +46,7 @@ class PooledStep:
         """hidden: [W, hidden], device. rows: [P] of it, ascending, each chunk's side by side; by: [P] their chunks."""
         chunks, starts, counts = np.unique(by, return_index=True, return_counts=True)
         if (counts == 1).all():
-            pooled = hidden.index_select(0, torch.from_numpy(rows[starts]).to(hidden.device)).float()
+            pooled = hidden.index_select(0, upload(rows[starts], hidden.device)).float()
         else:
             first = rows[starts].tolist()
             pooled = torch.stack(

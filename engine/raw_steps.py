@@ -24,6 +24,7 @@ from cache.geometry import CacheError
 from engine.errors import StepFailed
 from engine.packing import select_rows
 from engine.slices import run_slice
+from engine.uploads import upload, upload_integers
 from static_graphs.forwards import Forwards
 from static_graphs.methods import plan_slices
 from static_graphs.sampler import sample_argmax, sample_rows
@@ -114,15 +115,15 @@ class RawSteps:
         return ids
 
     def _run(self, step: RawStep, consume: Consume) -> bool:
-        tokens = torch.from_numpy(np.asarray(step.tokens, np.int64)).to(self._device)
-        positions = torch.from_numpy(np.asarray(step.positions, np.int64)).to(self._device)
+        tokens, positions = upload_integers(self._device, step.tokens, step.positions)
         wanted = np.asarray(step.logit_indices, np.int64)
         for step_slice in plan_slices(len(step.tokens), self._forwards.methods):
             span = slice(step_slice.offset, step_slice.offset + step_slice.length)
             rows, indices = select_rows(wanted, step_slice.offset, step_slice.length)
+            selected = upload(rows, self._device) if len(rows) else None
             try:
                 logits = run_slice(
-                    self._forwards, self._cache, step_slice, tokens[span], positions[span], step.seq_ids[span], rows
+                    self._forwards, self._cache, step_slice, tokens[span], positions[span], step.seq_ids[span], selected
                 )
             except torch.AcceleratorError:
                 raise  # the device is lost, and the engine with it

@@ -20,6 +20,7 @@ from engine.grammar import Grammars
 from engine.grammar_masks import GrammarMasks
 from engine.logit_edits import LogitEdits, SlotEdits
 from engine.types import SamplingParams, TokenLogprobs
+from engine.uploads import upload
 from static_graphs.sampler import (
     GREEDY_BELOW,
     MAX_CANDIDATES,
@@ -120,7 +121,7 @@ class Sampler:
         wanting = np.flatnonzero(rows["logprobs"] >= 0)
         if not wanting.size:
             return Sampled(ids, told, [], [], None, errors)
-        at = self._upload(wanting)
+        at = upload(wanting, self._device)
         k = rows["logprobs"][wanting]
         raw = raw_logprobs(logits if wanting.size == len(rows) else logits[at], ids[at], int(k.max()))
         return Sampled(ids, told, wanting.tolist(), k.tolist(), raw, errors)
@@ -148,7 +149,7 @@ class Sampler:
             return self._draw_kind(logits, rows, positions, seeds)
         ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         for kind in kinds:
-            at = self._upload(kind)
+            at = upload(kind, self._device)
             ids[at] = self._draw_kind(logits[at], rows[kind], positions[kind], seeds[kind])
         return ids
 
@@ -160,15 +161,10 @@ class Sampler:
         if not route.has_random:
             return sample_argmax(logits)
         floats = np.stack((rows["temperature"], rows["top_p"], rows["min_p"])).view(np.int64)
-        packed = self._upload(np.concatenate((floats, np.stack((rows["top_k"], seeds, positions)))))  # one copy
+        packed = upload(np.concatenate((floats, np.stack((rows["top_k"], seeds, positions)))), self._device)  # one copy
         temperature, top_p, min_p = packed[:3].view(torch.float64).unbind()
         top_k, seed, position = packed[3:].unbind()
         return sample(logits, SampleInputs(temperature, top_k, top_p, min_p, seed, position), route)
-
-    def _upload(self, array: NDArray[np.int64]) -> Tensor:
-        """Pinned, so that the copy does not hold the engine up; torch keeps the buffer until the copy has run."""
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 @dataclass(slots=True)

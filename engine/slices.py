@@ -20,16 +20,16 @@ def run_slice(
     tokens: torch.Tensor,
     positions: torch.Tensor,
     seq_ids: npt.NDArray[np.int32],
-    rows: npt.NDArray[np.int64],
+    selected: torch.Tensor | None,
     on_hidden: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor | None:
-    """tokens, positions: [length] i64, device, of the slice alone; seq_ids [length]; rows: [R] of the slice.
+    """tokens, positions: [length] i64, device, of the slice alone; seq_ids [length].
 
+    selected: [R] i64, device, the slice's rows whose logits are wanted; None: no row's.
     on_hidden: called with the body's hidden states [W, hidden] before the head runs.
-    -> logits [R, V], None without rows. A forward that raises gives back exactly the cells it claimed; one that was
-    launched keeps them.
+    -> logits [R, V], None where none is wanted. A forward that raises gives back exactly the cells it claimed; one that
+    was launched keeps them.
     """
-    selected = torch.from_numpy(rows).to(tokens.device) if len(rows) else None
     cache.declare_step(seq_ids)
     step = cache.prepare_step(step_slice.width)
     try:

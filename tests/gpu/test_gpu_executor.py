@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.raw_steps import RawStep
-from engine.types import Batch, Chunk
+from engine.types import Batch, Chunk, SamplingParams
 from static_graphs.additional import AdditionalMethod
 from support.poison import poison_free_cells
 from support.toy_decoder import DIM, ToyDecoder
@@ -152,3 +152,28 @@ def test_x_10_an_id_past_the_vocabulary_never_reaches_the_device(device_executor
     refused, stands = executor.execute(Batch((Chunk(bad, (32,), 0), last_row(good, (1, 2), 0)))).chunks
     assert "token id 32" in refused.error
     assert stands.token_ids == (oracle.next_token((1, 2)),)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_launch_never_waits_for_the_device(device_executor, temperature):
+    """Neither of a prompt, nor of a decode, nor of both in one step, while the device is busy with something else."""
+    executor = device_executor(capacity_cells=65_535)
+    params, prompt = SamplingParams(temperature=temperature, top_p=0.9), PROMPTS[2]
+    for is_busy in (False, True):  # what is compiled at first use, is by then
+        first, second = (executor.open_session(params, seed=n, prompt=prompt) for n in range(2))
+        start, decode = Chunk(first, prompt, 0, "last", 1), Chunk(first, (-1,), len(prompt), "last", 1, is_decode=True)
+        batches = [Batch((start,)), Batch((decode, Chunk(second, prompt, 0, "last", 1)))]
+        batches.append(Batch((Chunk(second, (-1,), len(prompt), "last", 1, is_decode=True),)))
+        torch.cuda.synchronize()
+        if is_busy:
+            torch.cuda._sleep(4_000_000_000)  # about two seconds
+        reached = torch.cuda.Event()
+        reached.record()
+        launched = []
+        for batch in batches:
+            launched.append(executor.launch(batch))
+            assert not (is_busy and reached.query()), f"launch {len(launched)} waited for what was ahead of it"
+        for each in launched:
+            assert all(chunk.error is None for chunk in executor.collect(each).chunks)
+        executor.close_session(first)
+        executor.close_session(second)
