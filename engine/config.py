@@ -72,6 +72,9 @@ class EngineConfig:
     kv_chunk_tokens: int = 64
     """Tokens that tiers keep together; doubled until they are 1 MiB."""
 
+    test_faults: bool = False
+    """Whether it can be told to fail: for tests."""
+
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model is empty: give a folder or a hub id")

@@ -50,6 +50,8 @@ from engine.wire import (
     Cancel,
     Failed,
     FromEngine,
+    Inject,
+    Injected,
     Kv,
     Look,
     Progress,
@@ -284,6 +286,12 @@ class EngineClient(ABC):
         assert isinstance(reset, PrefixReset)
         return reset
 
+    async def inject(self, order: str) -> str:
+        """Have an engine that was started for tests obey an order: JSON to JSON (engine/faults.py)."""
+        answer = await self._ask(partial(Inject, order=order))
+        assert isinstance(answer, str)
+        return answer
+
     async def _ask(self, question: Callable[[int], Question]) -> Answer:
         if self.phase.name not in ("ready", "draining"):
             raise EngineUnavailable("the engine is not running")
@@ -354,7 +362,7 @@ class EngineClient(ABC):
                     self.lives.ready += 1
                     self._enter(EnginePhase("ready"))
                     self._rerun()
-            case Kv(ask_id, told) | WasReset(ask_id, told) | Seen(ask_id, told):
+            case Kv(ask_id, told) | WasReset(ask_id, told) | Seen(ask_id, told) | Injected(ask_id, told):
                 self._questions.answered(ask_id, told)
             case Failed():
                 self._refusal = message
@@ -412,10 +420,10 @@ class EngineClient(ABC):
         entry = self._open.get(update.request_id)
         if entry is None:
             return
-        num_open = len(entry.stream.open_choices)
-        entry.stream.push(update)
-        self._num_outstanding -= num_open - len(entry.stream.open_choices)
-        if entry.stream.open_choices:
+        if not entry.stream.push(update):
+            return
+        self._num_outstanding -= 1
+        if not entry.stream.is_over:
             return
         del self._open[update.request_id]
         if not self._open:

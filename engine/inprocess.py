@@ -10,7 +10,7 @@ from collections.abc import Callable
 from engine.config import EngineConfig
 from engine.dispatch import STOP_GRACE_S, EngineClient
 from engine.errors import EngineUnavailable
-from engine.thread import Build, build_from_config, run_engine
+from engine.thread import Build, breakable, build_from_config, run_engine
 from engine.wire import FromEngine, Stop, ToEngine
 
 
@@ -27,7 +27,7 @@ class InProcessClient(EngineClient):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> InProcessClient:
-        return cls(lambda progress: build_from_config(config, progress))
+        return cls(lambda progress: breakable(build_from_config, config)(config, progress))
 
     async def _launch(self) -> None:
         if self._ended is not None and not self._ended.is_set():

@@ -146,6 +146,10 @@ class EngineLoop:
         """Where K/V is now. Cheap, but not for every step."""
         return self._prefixes.report()
 
+    def obey(self, order: str) -> str:
+        """An order of a test. engine/faults.py puts its own in this place; an engine of users refuses by name."""
+        return '{"error": "this engine was started without --test-faults"}'
+
     def has_work(self) -> bool:
         """Whether another `step` would do anything."""
         is_waiting = self._preparing or self._prefixes.is_busy

@@ -14,13 +14,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import zmq
 
 from engine.thread import BuildFromConfig, build_from_config, run_engine
-from engine.wire import FromEngine, Start, Stop, ToEngine, decode_to_engine, encode
+from engine.wire import FromEngine, Opener, Sealer, Start, Stop, ToEngine, decode_to_engine
 
 LAST_WORD_MS = 1000
 """How long an ending engine waits for its last message to be taken."""
@@ -46,9 +48,16 @@ def main(folder: Path, build: BuildFromConfig = build_from_config) -> int:
         inbox = _SocketInbox(receiver)
         signal.signal(signal.SIGTERM, inbox.stop_when_idle)
         start = inbox.take_first()
+        seal = Sealer().seal
+        post: Callable[[bytes], object] = sender.send
+        if start.config.test_faults:
+            from engine.faults import Faults
+
+            faults = Faults()
+            build, post, inbox.receive = faults.fitted(build), faults.lossy(post), faults.garbling(inbox.receive)
 
         def send(message: FromEngine) -> None:
-            sender.send(encode(message))
+            post(seal(message))
 
         return 0 if run_engine(lambda progress: build(start.config, progress), inbox, send) else 1
 
@@ -56,12 +65,15 @@ def main(folder: Path, build: BuildFromConfig = build_from_config) -> int:
 class _SocketInbox:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
+        self._opened = Opener(decode_to_engine)
+        self.receive: Callable[[], bytes] = partial(socket.recv, zmq.NOBLOCK)
+        """The next message's bytes. Raises zmq.Again when there is none."""
         self._is_waiting = True
         """Nothing is being run: the load, or an empty loop."""
         self._stops_when_idle = False
 
     def take_first(self) -> Start:
-        message = decode_to_engine(self._socket.recv())
+        message = self._opened.open(self._socket.recv())
         assert isinstance(message, Start)
         return message
 
@@ -76,7 +88,7 @@ class _SocketInbox:
             self._is_waiting = False
         while True:
             try:
-                messages.append(decode_to_engine(self._socket.recv(zmq.NOBLOCK)))
+                messages.append(self._opened.open(self.receive()))
             except zmq.Again:
                 return messages
 

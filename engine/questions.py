@@ -9,13 +9,13 @@ from collections.abc import Callable
 from engine.errors import EngineUnavailable
 from engine.types import KvReport, PrefixReset
 from engine.view import View
-from engine.wire import AskKv, Look, ResetPrefixes
+from engine.wire import AskKv, Inject, Look, ResetPrefixes
 
 ANSWER_S = 10.0
 """An engine answers between two steps. One that has not by then is taken to be stuck."""
 
-Question = AskKv | ResetPrefixes | Look
-Answer = KvReport | PrefixReset | View
+Question = AskKv | ResetPrefixes | Look | Inject
+Answer = KvReport | PrefixReset | View | str
 
 
 class Questions:

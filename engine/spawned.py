@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 import zmq.asyncio
@@ -23,7 +23,7 @@ import zmq.asyncio
 from engine.config import EngineConfig
 from engine.dispatch import STOP_GRACE_S, EngineClient
 from engine.errors import ConfigError, EngineUnavailable
-from engine.wire import Failed, Garbled, Start, Stop, ToEngine, decode_from_engine, encode
+from engine.wire import Failed, FromEngine, Garbled, Opener, Sealer, Start, Stop, ToEngine, decode_from_engine
 
 LAST_WORD_S = 0.5
 """How long the last message of a child that ended by itself may be under way."""
@@ -60,7 +60,8 @@ class ProcessClient(EngineClient):
 
     def _send(self, message: ToEngine) -> None:
         if self._child is not None:
-            self._child.sender.send(encode(message), zmq.NOBLOCK)  # never full: it is unbounded, admission is not
+            # Never full: it is unbounded, admission is not.
+            self._child.sender.send(self._child.sealer.seal(message), zmq.NOBLOCK)
 
     def _kill(self) -> None:
         if self._child is not None:
@@ -94,9 +95,10 @@ class ProcessClient(EngineClient):
 
     async def _hear(self, child: _Child) -> None:
         """Until the engine has said that it ends, or says what cannot be understood."""
+        opener: Opener[FromEngine] = Opener(decode_from_engine)
         while True:
             try:
-                message = decode_from_engine(await child.receiver.recv())
+                message = opener.open(await child.receiver.recv())
             except Garbled as error:
                 message = Failed("engine", f"a message from the engine could not be read: {error}")
             self._receive(message)
@@ -115,6 +117,7 @@ class _Child:
     receiver: zmq.asyncio.Socket
     ours: ExitStack
     """The folder and the sockets."""
+    sealer: Sealer = field(default_factory=Sealer)
 
     def signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

@@ -19,6 +19,8 @@ from engine.wire import (
     Cancel,
     Failed,
     FromEngine,
+    Inject,
+    Injected,
     Kv,
     Look,
     Progress,
@@ -83,6 +85,15 @@ def build_from_config(config: EngineConfig, progress: ProgressCallback) -> tuple
     return build_engine(config, progress)
 
 
+def breakable(build: BuildFromConfig, config: EngineConfig) -> BuildFromConfig:
+    """`build`, and for an engine of tests the faults that it can be told to have. No code of theirs runs elsewhere."""
+    if not config.test_faults:
+        return build
+    from engine.faults import Faults
+
+    return Faults().fitted(build)
+
+
 def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -> None:
     while True:
         for message in inbox.take(wait=not loop.has_work()):
@@ -98,6 +109,8 @@ def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -
                     send(Step((), loop.stats()))  # an idle engine would not say soon that cells became free
                 case Look(ask_id, max_codes, behind_step):
                     send(Seen(ask_id, loop.view(max_codes, behind_step)))
+                case Inject(ask_id, order):
+                    send(Injected(ask_id, loop.obey(order)))
                 case Stop():
                     return
                 case Start():

@@ -4,12 +4,14 @@ to the engine:    Start, then Submit / Cancel in any number, then Stop
                   AskKv and ResetPrefixes between them, each answered once
 from the engine:  Progress in any number, then Ready, then a Step a step; Failed ends one that cannot go on
 
+Between processes each end numbers what it sends, so that the other finds out a message that never came.
 An in-process engine gets the same objects without the bytes.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -106,6 +108,22 @@ class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):
     view: View
 
 
+class Inject(msgspec.Struct, frozen=True, array_like=True, tag="inject"):
+    """Obey an order of a test (engine/faults.py): answered by an `Injected` of this id."""
+
+    ask_id: int
+    order: str
+    """JSON."""
+
+
+class Injected(msgspec.Struct, frozen=True, array_like=True, tag="injected"):
+    """The answer to Inject."""
+
+    ask_id: int
+    answer: str
+    """JSON."""
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The engine ends. config and model: the load was refused and `reason` is the error's own message."""
 
@@ -113,8 +131,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-ToEngine = Start | Submit | Cancel | AskKv | ResetPrefixes | Look | Stop
-FromEngine = Progress | Ready | Step | Kv | WasReset | Seen | Failed
+ToEngine = Start | Submit | Cancel | AskKv | ResetPrefixes | Look | Inject | Stop
+FromEngine = Progress | Ready | Step | Kv | WasReset | Seen | Injected | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -142,3 +160,33 @@ def decode_from_engine(data: bytes) -> FromEngine:
         return _from_engine.decode(data)
     except msgspec.MsgspecError as error:
         raise Garbled(str(error)) from error
+
+
+_Message = TypeVar("_Message")
+_NUMBER_BYTES = 8
+
+
+class Sealer:
+    """One end's messages as bytes, numbered from 0."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def seal(self, message: ToEngine | FromEngine) -> bytes:
+        number, self._next = self._next, self._next + 1
+        return number.to_bytes(_NUMBER_BYTES, "little") + encode(message)
+
+
+class Opener(Generic[_Message]):
+    """The other end's: every message, in order, or Garbled."""
+
+    def __init__(self, decode: Callable[[bytes], _Message]) -> None:
+        self._decode = decode
+        self._next = 0
+
+    def open(self, data: bytes) -> _Message:
+        number = int.from_bytes(data[:_NUMBER_BYTES], "little")
+        if number != self._next:
+            raise Garbled(f"message {number} came where {self._next} was due")
+        self._next += 1
+        return self._decode(data[_NUMBER_BYTES:])

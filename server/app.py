@@ -51,6 +51,9 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
         except Exception as error:  # tokenizers raises that very class
             raise ModelError(f"the tokenizer of {info.model} cannot be used: {error}") from error
         metrics.engine_ready(info)
+        if settings.test_faults:
+            app.state.faults.fit(text)
+        log.info("defaults of a request: %s", models.told_defaults(info))
         places = info.max_num_seqs + info.max_waiting
         max_queued_tokens = settings.max_queued_tokens or default_queued_tokens(info.kv_cells, places)
         before: Serving | None = getattr(app.state, "serving", None)
@@ -110,8 +113,15 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
     )
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
+    app.state.live = Live(client)
     for part in _PARTS:
         app.include_router(part.router)
+    if settings.test_faults:
+        from server import faults  # no code of it is in a server of users
+
+        faults.mount(app, metrics)
+    if page is not None:
+        app.include_router(page.router())
     return app
 
 

@@ -8,6 +8,7 @@ with a suggestion, wherever it comes from. `load` is the only way in; server/cli
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import ssl
 from collections.abc import Iterable, Mapping
@@ -46,6 +47,13 @@ class Option:
     reader: str
     """The file that obeys it."""
     unit: str = ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _split(value: Any) -> Any:
@@ -255,6 +263,12 @@ class Settings(BaseSettings):
         Option("API", "server/cli.py"),
     ] = False
 
+    test_faults: Annotated[
+        bool,
+        Field(description="for tests: routes under /test that break this server on order; not on a public address"),
+        Option("API", "server/faults.py"),
+    ] = False
+
     max_waiting: Annotated[
         int,
         Field(ge=0, description="sequences that may queue beyond those that run, before a refusal"),
@@ -368,6 +382,11 @@ class Settings(BaseSettings):
         self.to_engine_config()
         if not self.keys() and not self.key_limits().is_off:
             raise ConfigError("limits of keys are given but no key: give --api-key or --api-key-file")
+        if self.test_faults and self.uds is None and not _is_loopback(self.host):
+            raise ConfigError(
+                f"--test-faults lets whoever reaches this server break it, and --host {self.host} is no loopback "
+                "address: use --host 127.0.0.1 or --uds"
+            )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("--ssl-keyfile is given without --ssl-certfile")
         if self.ssl_certfile is not None:
@@ -398,6 +417,7 @@ class Settings(BaseSettings):
             pooling=self.pooling,
             generation_config=self.generation_config,
             overlap=self.overlap,
+            test_faults=self.test_faults,
             prefix_cache=self.prefix_cache,
             kv_host_gib=self.kv_host_gib,
             kv_disk=self.kv_disk,
