@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from engine.types import EngineInfo
-from server import errors
+from server import embeddings, errors, schemas
 from server.serving import Serving
 
 router = APIRouter(tags=["models"])
@@ -65,6 +65,12 @@ async def server_info(request: Request) -> dict[str, Any]:
         "config": serving.settings.model_dump(mode="json", exclude={"api_key", "api_key_file", "ssl_keyfile"}),
         "has_api_keys": bool(serving.settings.api_key or serving.settings.api_key_file),
         "engine": engine,
+        "admission": {
+            "sequences": serving.admission.in_use,
+            "max_sequences": serving.admission.capacity,
+            "queued_tokens": serving.admission.queued_tokens,
+            "max_queued_tokens": serving.admission.max_queued_tokens,
+        },
         "stats": asdict(serving.client.stats),
     }
 
@@ -94,4 +100,36 @@ def _card(serving: Serving, name: str) -> dict[str, Any]:
         "created": info.created_s,
         "owned_by": "cellserve",
         "max_model_len": info.max_model_len,
+        "defaults": effective_defaults(info),
+        "defaults_of_model": sorted(name for name, value in asdict(info.defaults).items() if value is not None),
+        "limits": {
+            "n": 1 if info.is_single else info.max_num_seqs,
+            "logprobs": schemas.MAX_LOGPROBS,
+            "embedding_inputs": embeddings.MAX_INPUTS,
+            "body_bytes": serving.settings.max_body_bytes,
+        },
+        "features": {
+            "text": serving.text.has_tokenizer,
+            "chat": serving.text.chat_template is not None,
+            "structured_outputs": info.has_grammars,
+            "embeddings": info.pooling is not None,
+        },
+        "embedding": info.pooling
+        and {"pooling": info.pooling, "dimensions": info.embedding_size, "matryoshka": info.matryoshka},
     }
+
+
+def effective_defaults(info: EngineInfo) -> dict[str, float | int]:
+    """What holds where a request names nothing. max_tokens: of completions; a chat's is what the context leaves."""
+    params = schemas.sampling_defaults(info)
+    names = (field.name for field in fields(info.defaults))
+    return {"max_tokens": schemas.DEFAULT_MAX_TOKENS} | {name: getattr(params, name) for name in names}
+
+
+def told_defaults(info: EngineInfo) -> str:
+    """The same in one line, for a start to say: each that the model's own files set is marked."""
+    own = asdict(info.defaults)
+    return ", ".join(
+        f"{name} {value:g}{' (the model)' if own.get(name) is not None else ''}"
+        for name, value in effective_defaults(info).items()
+    )

@@ -8,6 +8,7 @@ Fields nobody knows are let through and reported in the header `x-ignored-params
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
@@ -27,6 +28,7 @@ _MAX_STOPS = 4
 _MAX_STOP_CHARS = 4096
 """Preparing one holds up the event loop for a microsecond a character."""
 _MAX_BIASED = 1024
+MAX_LOGPROBS = 20
 _MAX_BAD_WORDS = 128
 _MAX_BAD_WORD_CHARS = 256
 """Turning them all into ids holds up the event loop for some 10 ms."""
@@ -215,7 +217,7 @@ Truncation = Annotated[
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]}),
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Count = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[Count], Field(max_length=1024)]
 
@@ -596,13 +598,19 @@ def new_tokens(
     return max(room if default is None else min(default, room), body.min_tokens or 0, 1)
 
 
+def sampling_defaults(info: EngineInfo) -> SamplingParams:
+    """What holds where a request names nothing: the model's own values, else the API's."""
+    own = {field.name: getattr(info.defaults, field.name) for field in fields(info.defaults)}
+    return SamplingParams(**{name: value for name, value in own.items() if value is not None})
+
+
 def sampling_params(
     body: GenerationBody, info: EngineInfo, text: Text, *, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """The engine's values: the body's, else the model's own, else the API's. Raises ApiError for ids it cannot have."""
-    defaults = info.defaults
-    temperature = _first(body.temperature, defaults.temperature, 1.0)
-    top_k = max(_first(body.top_k, defaults.top_k, 0), 0)
+    defaults = sampling_defaults(info)
+    temperature = _first(body.temperature, defaults.temperature)
+    top_k = max(_first(body.top_k, defaults.top_k), 0)
     stop_token_ids = list(body.stop_token_ids or ())
     check_ids(stop_token_ids, info, "stop_token_ids")
     if not body.ignore_eos:
@@ -612,12 +620,12 @@ def sampling_params(
     check_ids([token_id for token_id, _ in body.logit_bias], info, "logit_bias")
     params = SamplingParams(
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        top_p=_first(body.top_p, defaults.top_p),
         top_k=0 if top_k >= info.vocab_size else top_k,
-        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        min_p=_first(body.min_p, defaults.min_p),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty),
         logit_bias=body.logit_bias,
         bad_words=_bad_word_ids(body.bad_words, text),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
@@ -656,9 +664,9 @@ def _check_drawable(params: SamplingParams) -> None:
 _Number = TypeVar("_Number", int, float)
 
 
-def _first(*values: _Number | None) -> _Number:
-    """The first that is there; 0 is."""
-    return next(value for value in values if value is not None)
+def _first(value: _Number | None, default: _Number) -> _Number:
+    """The value if it is there; 0 is."""
+    return default if value is None else value
 
 
 def check_ids(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:

@@ -27,3 +27,16 @@ def test_memory_for_more_cells_than_can_be_addressed_gives_as_many_as_can() -> N
     two_bytes_each_side = Geometry((LayerGeometry(1, 1, 1),))
     config = EngineConfig("m", kv_cache_gib=16.0)
     assert _kv_cells(config, two_bytes_each_side, torch.bfloat16, torch.device("cpu")) == 2**31 - 2
+
+
+def test_the_models_own_sampling_values_are_the_defaults_unless_told_otherwise(tmp_path: Path) -> None:
+    tiny_llama(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 7}))
+    found = {}
+    for choice in ("auto", "none"):
+        config = EngineConfig(
+            str(tmp_path), device="cpu", load_format="dummy", kv_cells=64, max_num_seqs=2, generation_config=choice
+        )
+        _, info = build_engine(config, lambda text, done, of: None)
+        found[choice] = (info.defaults.temperature, info.defaults.top_k)
+    assert found == {"auto": (0.25, 7), "none": (None, None)}

@@ -53,6 +53,14 @@ def test_models_are_listed_under_all_their_names(server: LiveServer) -> None:
         "owned_by": "cellserve",
         "max_model_len": 512,
     }
+        "defaults": {
+            "max_tokens": 16,
+            **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+        },
+        "defaults_of_model": [],
+        "limits": {"n": 8, "logprobs": 20, "embedding_inputs": 2048, "body_bytes": 8 * 1024 * 1024},
+        "features": {"text": False, "chat": False, "structured_outputs": False, "embeddings": True},
+        "embedding": {"pooling": "last", "dimensions": 3, "matryoshka": None},
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -174,6 +182,7 @@ def test_the_openapi_document_promises_the_one_error_shape_and_no_422(server: Li
     document = server.http.get("/openapi.json").json()
     for path in document["paths"].values():
         for operation in path.values():
+    assert info["admission"] == {"sequences": 0, "max_sequences": 16, "queued_tokens": 0, "max_queued_tokens": 16384}
             assert "422" not in operation["responses"]
             content = operation["responses"]["default"]["content"]["application/json"]
             assert content["schema"]["$ref"].endswith("/ErrorAnswer")
