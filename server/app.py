@@ -31,6 +31,8 @@ from server.text import Text
 
 __all__ = ["Serving", "create_app"]
 
+log = logging.getLogger("cellserve.server")
+
 _PARTS = (completions, chat, embeddings, tokens, running, models, kv_status, probes)
 
 

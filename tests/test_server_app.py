@@ -10,6 +10,7 @@ from fastapi import FastAPI, Query
 
 from engine import errors as engine_errors
 from engine.errors import ModelError
+from engine.types import GenerationDefaults
 from server import errors
 from server.serving import Serving
 from server.settings import Settings
@@ -52,7 +53,6 @@ def test_models_are_listed_under_all_their_names(server: LiveServer) -> None:
         "created": 1_700_000_000,
         "owned_by": "cellserve",
         "max_model_len": 512,
-    }
         "defaults": {
             "max_tokens": 16,
             **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
@@ -61,6 +61,24 @@ def test_models_are_listed_under_all_their_names(server: LiveServer) -> None:
         "limits": {"n": 8, "logprobs": 20, "embedding_inputs": 2048, "body_bytes": 8 * 1024 * 1024},
         "features": {"text": False, "chat": False, "structured_outputs": False, "embeddings": True},
         "embedding": {"pooling": "last", "dimensions": 3, "matryoshka": None},
+    }
+
+
+def test_a_models_card_and_the_start_tell_the_defaults_that_hold(caplog: pytest.LogCaptureFixture) -> None:
+    defaults = GenerationDefaults(temperature=0.0, top_k=20)
+    caplog.set_level("INFO", "cellserve.server")
+    with live_server(scripted_client(defaults=defaults, pooling=None)) as server:
+        (card,) = server.http.get("/v1/models").json()["data"]
+        assert card["defaults"] == {
+            "max_tokens": 16,
+            **{"temperature": 0.0, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0},
+        }
+        assert card["defaults_of_model"] == ["temperature", "top_k"]
+        assert card["embedding"] is None
+        # They do hold: greedy choices are copies of one decode.
+        server.http.post("/v1/completions", json={"prompt": [5], "n": 3, "max_tokens": 1}).raise_for_status()
+        assert server.metric("cellserve:engine_generated_tokens_total") == 1
+    assert "temperature 0 (the model), top_p 1, top_k 20 (the model)" in caplog.text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,6 +182,7 @@ def test_server_info_tells_how_it_was_set_up_and_no_secret(tmp_path: Path) -> No
     assert info["engine"]["architecture"] == "ScriptedForCausalLM"
     assert {"cellserve", "python", "torch"} <= set(info["versions"])
     assert info["has_api_keys"] is True
+    assert info["admission"] == {"sequences": 0, "max_sequences": 16, "queued_tokens": 0, "max_queued_tokens": 16384}
     assert "hush" not in answer.text
     assert "tokenizer_dir" not in answer.text
 
@@ -182,7 +201,6 @@ def test_the_openapi_document_promises_the_one_error_shape_and_no_422(server: Li
     document = server.http.get("/openapi.json").json()
     for path in document["paths"].values():
         for operation in path.values():
-    assert info["admission"] == {"sequences": 0, "max_sequences": 16, "queued_tokens": 0, "max_queued_tokens": 16384}
             assert "422" not in operation["responses"]
             content = operation["responses"]["default"]["content"]["application/json"]
             assert content["schema"]["$ref"].endswith("/ErrorAnswer")
