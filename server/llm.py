@@ -183,7 +183,7 @@ class LLM:
 
     async def _complete(self, raw: schemas.RawPrompt, body: CompletionBody) -> Completion:
         await structured.check(body.form, self._client)
-        prompt = await completions.encode(raw, body, self._text, self.info)
+        (prompt,) = await completions.encode([raw], body, self._text, self.info)
         generation = completions.generation_of(body, self._client, self._text, [prompt], uuid.uuid4().hex)
         generation.submit()
         try:

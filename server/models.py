@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import metadata
 from typing import Any
 

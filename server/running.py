@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-
 from typing import Protocol
+
 from fastapi import APIRouter, Request
 
 from server import errors
@@ -12,7 +13,6 @@ from server import errors
 router = APIRouter(tags=["requests"])
 
 
-class Running:
 class Endable(Protocol):
     """A request in the engine: `Generation`, or `EmbeddingJob`."""
 
@@ -21,6 +21,7 @@ class Endable(Protocol):
     def when_closed(self, call: Callable[[], None]) -> None: ...
 
 
+class Running:
     """Event-loop thread only. A name may stand for several requests: a caller's own X-Request-Id need not be unique."""
 
     def __init__(self) -> None:
