@@ -299,6 +299,8 @@ class Generation:
         if choices[0].is_finished:
             return []
         if update.cached_tokens is not None and update.index == 0:
+            if self._reservation is not None:
+                self._reservation.computed(len(self.requests[number].prompt_token_ids))
             self.usage.cached_tokens += update.cached_tokens
             if self._metrics is not None:
                 self._metrics.prompt_looked_up(
@@ -366,8 +368,6 @@ class _Books:
         if not tokens:
             return
         now = time.monotonic()
-            if self._reservation is not None:
-                self._reservation.computed(len(self.requests[number].prompt_token_ids))
         is_first, self.first_s = self.first_s is None, self.first_s or now
         if self._metrics is None:
             return
