@@ -70,6 +70,15 @@ class RequestStream:
         return frozenset(self._open)
 
     @property
+    def is_over(self) -> bool:
+        """Every choice has had its last update."""
+        return not self._open
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._unread)
+
+    @property
     def num_unread(self) -> int:
         """Tokens that nobody has taken yet, an alternative of a log probability counted as one."""
         return sum(map(_size, self._unread.values()))
@@ -129,18 +138,18 @@ class RequestStream:
         return self._unread.pop(next(iter(self._unread)))
 
     def push(self, update: Update) -> bool:
-        """The client's side. False: the choice has had its last update and this one was dropped."""
+        """The client's side; whether this was the choice's last update. What follows a last one is dropped."""
         if update.index not in self._open:
             return False
         if self._given is not None:
             update = self._given[update.index].take(update)
         if update.finish is not None:
             self._open.remove(update.index)
-        if not self._is_left and not _is_empty(update):
+        if not self._is_left and (update.token_ids or not _is_empty(update)):
             unread = self._unread.get(update.index)
             self._unread[update.index] = update if unread is None else _joined(unread, update)
             self._wake()
-        return True
+        return update.finish is not None
 
     def _wake(self) -> None:
         if self._on_news is not None:
