@@ -18,22 +18,24 @@ from starlette.routing import Match
 from engine.client import EngineClient
 from engine.errors import CellserveError, ModelError, RequestRefused
 from engine.types import EngineInfo
-from server import chat, completions, embeddings, errors, kv_status, models, probes, running, tokens
+from server import chat, completions, embeddings, errors, kv_status, live, models, probes, running, tokens
 from server.admission import Admission, default_queued_tokens
 from server.errors import ApiError
 from server.guards import BodyLimit, KeyGuard, MediaType, OriginGuard, PhaseGuard, Trace
 from server.key_limits import Accounts
 from server.lifecycle import Lifecycle
+from server.live import Live
 from server.metrics import Metrics
 from server.serving import Serving
 from server.settings import Settings
 from server.text import Text
+from server.web_page import Page
 
 __all__ = ["Serving", "create_app"]
 
 log = logging.getLogger("cellserve.server")
 
-_PARTS = (completions, chat, embeddings, tokens, running, models, kv_status, probes)
+_PARTS = (completions, chat, embeddings, tokens, running, models, kv_status, live, probes)
 
 
 def create_app(client: EngineClient, settings: Settings) -> FastAPI:
@@ -42,9 +44,11 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
     Its lifespan starts the engine in the background and closes it at the end: /live and /ready answer at once, API
     routes when the engine is ready. Raises ConfigError when a key file cannot be read.
 
-    app.state: `lifecycle` and `metrics` always, `serving` once the engine has been ready.
+    app.state: `lifecycle`, `metrics` and `live` always, `serving` once the engine has been ready.
     """
     names = settings.names()
+    page = Page() if settings.page else None
+    page_paths = frozenset() if page is None else page.paths
     metrics = Metrics(names[0], client)
 
     async def on_ready(info: EngineInfo) -> None:
@@ -102,8 +106,8 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
             Middleware(Trace, metrics=metrics, has_access_log=settings.access_log),
             Middleware(OriginGuard, allowed=settings.cors_origin),
             *_cors(settings),
-            Middleware(KeyGuard, keys=settings.keys()),
-            Middleware(PhaseGuard, refusal=lifecycle.refusal, metrics=metrics),
+            Middleware(KeyGuard, keys=settings.keys(), open_paths=page_paths),
+            Middleware(PhaseGuard, refusal=lifecycle.refusal, metrics=metrics, open_paths=page_paths),
             Middleware(MediaType),
             Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
         ],
@@ -116,6 +120,7 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
     )
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
+    app.state.live = Live(client)
     app.state.live = Live(client)
     for part in _PARTS:
         app.include_router(part.router)

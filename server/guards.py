@@ -153,12 +153,14 @@ class KeyGuard:
     constant time, all of them, tells nothing of how near a guess came.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Iterable[str], open_paths: Iterable[str] = ()) -> None:
+        """open_paths: let in without a key, beside the probes."""
         self._app = app
+        self._open_paths = PROBE_PATHS | frozenset(open_paths)
         self._digests = tuple(_digest(key.encode("utf-8")) for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._digests or scope["path"] in PROBE_PATHS:
+        if scope["type"] != "http" or not self._digests or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
         key = _key_of(Headers(scope=scope))
@@ -189,14 +191,22 @@ def _digest(key: bytes) -> bytes:
 class PhaseGuard:
     """Refuses API requests while the engine cannot take them."""
 
-    def __init__(self, app: ASGIApp, *, refusal: Callable[[], ApiError | None], metrics: Metrics) -> None:
-        """refusal: what to answer now; None while the API is open."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        refusal: Callable[[], ApiError | None],
+        metrics: Metrics,
+        open_paths: Iterable[str] = (),
+    ) -> None:
+        """refusal: what to answer now; None while the API is open. open_paths: answered always, beside ours."""
         self._app = app
+        self._open_paths = ALWAYS_ON_PATHS | frozenset(open_paths)
         self._refusal = refusal
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in ALWAYS_ON_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             refusal = self._refusal()
             if refusal is not None:
                 self._metrics.rejected(refusal.code)

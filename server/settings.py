@@ -224,6 +224,11 @@ class Settings(BaseSettings):
         Field(description="one line on stderr for each answer but those of probes"),
         Option("API", "server/guards.py"),
     ] = True
+    page: Annotated[
+        bool,
+        Field(description="show a page with a playground and the engine's life at /; it brings no key and needs none"),
+        Option("API", "server/web_page.py"),
+    ] = True
     uds: Annotated[
         Path | None,
         Field(description="listen on a Unix socket at this path instead of an address"),
