@@ -188,6 +188,13 @@ class EngineLoop:
             stats=self.stats(),
         )
 
+    def without_prefixes(self) -> EngineLoop:
+        """Another loop over the same executor, which reuses nothing: what a bench compares this one with.
+
+        Only one of the two may have work at a time.
+        """
+        return EngineLoop(self._executor, self._scheduler.limits, prefix_cache=False, clock=self._clock)
+
     # --- one turn ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
