@@ -74,7 +74,8 @@ def move(geometry: Geometry, device: torch.device, args: argparse.Namespace) -> 
     slab = HostSlab(transfers.chunk_bytes, args.chunks * transfers.chunk_bytes, pinned=device.type == "cuda")
     chunks = chunks_of(_namespace(geometry), np.arange(cells), args.chunk_tokens)
     host = [memory for chunk in chunks if (memory := slab.reserve(chunk)) is not None]
-    rows = np.random.default_rng(0).permutation(cells).reshape(args.chunks, args.chunk_tokens)
+    held = cache.claim_cells(cells)  # backs them with memory
+    rows = np.random.default_rng(0).permutation(held).reshape(args.chunks, args.chunk_tokens)
     moved = args.chunks * transfers.chunk_bytes
     shape = f"{args.chunk_tokens}-token chunks of {transfers.chunk_bytes >> 10} KiB, {args.chunks} of them"
     try:
