@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from server.guards import CLIENT_GONE
 from server.schemas import GenerationBody
 from server.serving import Serving
 from server.settings import Settings
-from server.streams import ClientGone, frame, quoted, unless_gone
+from server.streams import LARGEST_WRITE, ClientGone, frame, quoted, unless_gone
 
 Render = Callable[[Choice, News], bytes]
 """The frame that tells of a choice's news; empty when there is nothing to tell yet."""
@@ -114,32 +114,59 @@ def text_options(body: GenerationBody, info: EngineInfo, shown_ids: frozenset[in
     )
 
 
-async def stream(
-    generation: Generation, begin: Begin, render: Render, usage_frame: Callable[[Usage], bytes] | None
-) -> AsyncGenerator[bytes, None]:
-    """Frames in the order in which things happen. A choice whose token made no text yet waits for one that does.
+class Told:
+    """A generation as frames, in the order in which things happen. Implements `streams.Frames`.
 
-    A failure gives out what there is and then raises its ApiError.
+    A choice whose token made no text yet waits for one that does. A failure gives out what there is and then raises its
+    ApiError.
     """
-    begun: set[int] = set()
-    try:
-        async with aclosing(generation.news()) as news:
-            async for choice in news:
-                if choice.index not in begun:
-                    begun.add(choice.index)
-                    if opening := begin(choice):
-                        yield opening
-                if choice.is_worth_telling:
-                    telling = render(choice, choice.take())
-                    if telling or choice.is_finished:
-                        yield telling
-    except ApiError:
-        for choice in generation.choices:
-            if choice.news.text:
-                yield render(choice, choice.take())
-        raise
-    if usage_frame is not None:
-        yield usage_frame(generation.usage)
+
+    def __init__(
+        self, generation: Generation, begin: Begin, render: Render, usage_frame: Callable[[Usage], bytes] | None
+    ) -> None:
+        self._generation = generation
+        self._begin = begin
+        self._render = render
+        self._usage_frame = usage_frame
+        self._begun: set[int] = set()
+        self._failure: ApiError | None = None
+        self.when_news = generation.when_news
+        self.is_over = False
+
+    @property
+    def backlog(self) -> int:
+        return self._generation.backlog
+
+    def take(self) -> bytes:
+        if self._failure is not None:
+            raise self._failure
+        parts: list[bytes] = []
+        size = 0
+        try:
+            while size < LARGEST_WRITE and (choices := self._generation.told_update()) is not None:
+                for choice in choices:
+                    if choice.index not in self._begun:
+                        self._begun.add(choice.index)
+                        parts.append(self._begin(choice))
+                    if choice.is_worth_telling:
+                        parts.append(self._render(choice, choice.take()))
+                        size += len(parts[-1])
+        except ApiError as error:
+            parts += [self._render(choice, choice.take()) for choice in self._generation.choices if choice.news.text]
+            if not parts:
+                raise
+            self._failure = error
+        if self._generation.is_over and self._failure is None and not self.is_over:
+            self.is_over = True
+            if self._usage_frame is not None:
+                parts.append(self._usage_frame(self._generation.usage))
+        telling = parts[0] if len(parts) == 1 else b"".join(parts)
+        if telling:
+            self._generation.commit()
+        return telling
+
+    def give_up(self) -> None:
+        self._generation.give_up()
 
 
 async def whole(

@@ -51,7 +51,7 @@ async def create_chat_completion(request: Request, body: ChatBody) -> Response:
     generation = await answers.admit(request, body.n or 1, tokens, answer_id, prepare)
     writer = _Writer(body, head, serving.text, generation, [answer() for _ in generation.choices])
     if body.stream:
-        frames = answers.stream(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
+        frames = answers.Told(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
         return EventStream(frames, generation.aclose, headers)
     return await answers.whole(request, generation, writer.whole, headers)
 
@@ -119,6 +119,9 @@ class _Writer:
                 **answers.usage_hole(body, HOLE),
             }
         )
+        self._is_plain = not (body.logprobs or body.return_token_ids or self._has_usage)
+        self._deltas: dict[int, FrameTemplate] = {}
+        """By choice: nothing but its delta is open. What nearly every frame of a plain stream is made from."""
 
     def begin(self, choice: Choice) -> bytes:
         """Who speaks."""
@@ -132,6 +135,11 @@ class _Writer:
         if not (content or calls or choice.is_finished or self._body.logprobs or self._body.return_token_ids):
             return b""
         delta = f'{{"content": {quoted(content)}}}' if content else "{}"
+        if self._is_plain and choice.finish_reason is None and not calls:
+            template = self._deltas.get(choice.index)
+            if template is None:
+                template = self._deltas[choice.index] = self._template.filled(str(choice.index), None, *("null",) * 3)
+            return template.render(delta)
         if calls:
             delta = json.dumps({"content": content, "tool_calls": calls} if content else {"tool_calls": calls})
         return self._frame(choice, delta, entries, news.token_ids, answers.ending_json(choice, _reason(choice, spoken)))

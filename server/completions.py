@@ -49,7 +49,7 @@ async def create_completion(request: Request, body: CompletionBody) -> Response:
     generation = await answers.admit(request, len(body.prompt) * body.draws, tokens, answer_id, prepare)
     writer = _Writer(body, head, serving.text, prompts, generation)
     if body.stream:
-        frames = answers.stream(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
+        frames = answers.Told(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
         return EventStream(frames, generation.aclose, headers)
     return await answers.whole(request, generation, writer.whole, headers)
 
@@ -174,6 +174,9 @@ class _Writer:
             {**head, "choices": [dict.fromkeys(holes, HOLE)], **answers.usage_hole(body, HOLE)}
         )
         self._with_prompt_ids: set[int] = set()
+        self._is_plain = body.logprobs is None and not body.return_token_ids and not self._has_usage
+        self._deltas: dict[int, FrameTemplate] = {}
+        """By choice: nothing but its text is open. What nearly every frame of a plain stream is made from."""
 
     def begin(self, choice: Choice) -> bytes:
         """The echoed prompt."""
@@ -183,6 +186,12 @@ class _Writer:
         return self._frame(choice, self._prompt(choice).text, entries or "null", [], ("null", "null"))
 
     def chunk(self, choice: Choice, news: News) -> bytes:
+        if self._is_plain and choice.finish_reason is None:
+            delta = self._deltas.get(choice.index)
+            if delta is None:
+                delta = self._template.filled(str(choice.index), None, *("null",) * 3)
+                self._deltas[choice.index] = delta
+            return delta.render(quoted(news.text))
         entries = "null" if self._body.logprobs is None else json.dumps(self._logprobs(news))
         return self._frame(choice, news.text, entries, news.token_ids, answers.ending_json(choice))
 

@@ -42,6 +42,7 @@ class Pieces(dict[int, bytes]):
         super().__init__()
         self._tokenizer = tokenizer
         self._to_bytes = to_bytes
+        self.texts = _Texts(self)
 
     def __missing__(self, token_id: int) -> bytes:
         try:
@@ -50,6 +51,22 @@ class Pieces(dict[int, bytes]):
             token = None
         piece = self[token_id] = b"" if token is None else self._to_bytes(token)
         return piece
+
+
+class _Texts(dict[int, str | None]):
+    """Token id -> its piece as text, where it begins and ends with a character; None for parts of characters."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._pieces[token_id].decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 @dataclass(frozen=True)
@@ -111,16 +128,26 @@ class JoiningDetokenizer:
             if token_id not in hidden_ids:
                 tail = pieces[token_id] + tail
         self._decoder.decode(tail)
+        self._texts = pieces.texts
+        self._is_between = not self._decoder.getstate()[0]
+        """No character is open."""
 
     def push(self, token_id: int) -> str:
         if self._strip:
-            return self._decoder.decode(self._visible(token_id))
+            return self._decode(self._visible(token_id))
         if token_id in self._hidden_ids:
             return ""
-        return self._decoder.decode(self._pieces[token_id])
+        if self._is_between and (text := self._texts[token_id]) is not None:
+            return text
+        return self._decode(self._pieces[token_id])
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def _decode(self, piece: bytes) -> str:
+        text = self._decoder.decode(piece)
+        self._is_between = not self._decoder.getstate()[0]
+        return text
 
     def _visible(self, token_id: int) -> bytes:
         """The token's bytes while leading spaces are still taken from the text."""

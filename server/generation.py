@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from engine.client import EngineClient, RequestStream
 from engine.errors import CellserveError
@@ -109,6 +111,11 @@ class Choice:
                 self._end(update.finish)
 
     def _draw(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
+        if logprobs is None and self._stops is None:
+            self.num_tokens += len(token_ids)
+            self.news.token_ids += token_ids
+            self.news.text += "".join(map(self._detokenizer.push, token_ids))
+            return
         for i, token_id in enumerate(token_ids):
             self._count(token_id, logprobs[i] if logprobs else None)
             text = self._detokenizer.push(token_id)
@@ -191,9 +198,19 @@ class Generation:
             first = sum(map(len, self._choices))
             assert request.n in (1, n)
             self._choices.append([Choice(first + j, request, text, options, chars) for j in range(n)])
+        self._num_open = len(self.choices)
+        self._fresh: set[int] = set()
+        """Streams that may have news, by number of their prompt."""
+        self._ready: deque[tuple[int, Update]] = deque()
+        """Taken and not told yet, with the number of the prompt."""
+        self._before_prompt: dict[int, list[Update]] = {}
+        """Updates that came before the prompt's own log probabilities, by number of the prompt."""
+        self._on_news: Callable[[], None] = _ignore
         self._books: list[_Books] = []
         self._on_close = ExitStack()
         self._was_cancelled = False
+        self._is_committed = False
+        self._is_closed = False
 
     @property
     def choices(self) -> list[Choice]:
@@ -218,6 +235,8 @@ class Generation:
                 stream.cancel()
             self._streams.clear()
             raise
+        for number, stream in enumerate(self._streams):
+            stream.when_news(partial(self._arrived, number))
         self._metrics, self._reservation = metrics, reservation
         if reservation is not None:
             reservation.spend(self.usage.prompt_tokens)
@@ -230,38 +249,66 @@ class Generation:
                     prompt_tokens=len(request.prompt_token_ids), n=n, max_tokens=request.max_new_tokens
                 )
 
-    async def news(self) -> AsyncGenerator[Choice, None]:
-        """Yield the choice that has just been told something, until all have finished.
+    @property
+    def is_over(self) -> bool:
+        """Every choice has finished, and was told."""
+        return not self._num_open
+
+    @property
+    def backlog(self) -> int:
+        """Tokens that have come and were not told."""
+        return sum(stream.num_unread for stream in self._streams)
+
+    def when_news(self, call: Callable[[], None]) -> None:
+        """Call this whenever `told` may have something new. It must not raise, and belongs to one reader at a time."""
+        self._on_news = call
+
+    def told(self) -> Iterator[Choice]:
+        """Each choice that what has come tells something, as often as it does; never waits.
+
+        A reader may stop between two choices of different updates and go on later by another call: see `told_update`.
+        """
+        while (choices := self.told_update()) is not None:
+            yield from choices
+
+    def told_update(self) -> Sequence[Choice] | None:
+        """The choices that the next update tells something; None when there is no update.
 
         Raises ApiError when one fails, which ends them all; what each had to say until then is left in its `news`.
         """
-        waiting_for_prompt: list[tuple[int, Update]] = []
-        num_open = len(self.choices)
-        async with aclosing(_merged(self._streams)) as updates:
-            async for number, update in updates:
-                wants_prompt = self.requests[number].sampling.prompt_logprobs is not None
-                first = self._choices[number][0]
-                is_early = wants_prompt and first.prompt_logprobs is None and update.prompt_logprobs is None
-                if is_early and update.finish not in ("failed", "cancelled"):
-                    # Choice 0 brings what every choice of the prompt begins with.
-                    waiting_for_prompt.append((number, update))
-                    continue
-                ready = [(number, update)]
-                if update.prompt_logprobs is not None:
-                    for sibling in self._choices[number]:
-                        sibling.prompt_logprobs = update.prompt_logprobs
-                    ready += [entry for entry in waiting_for_prompt if entry[0] == number]
-                    waiting_for_prompt = [entry for entry in waiting_for_prompt if entry[0] != number]
-                for ready_number, ready_update in ready:
-                    told = self._tell(ready_number, ready_update)
-                    if told and told[0].is_finished:
-                        # Stop strings are unknown to the engine, which would go on. Its siblings do.
-                        self._streams[number].cancel(ready_update.index)
-                    for choice in told:
-                        yield choice
-                        num_open -= choice.is_finished
-                if not num_open:
-                    return
+        if self._ready:
+            return self._tell(*self._ready.popleft())
+        if not self._fresh:
+            return None
+        number = self._fresh.pop()
+        stream = self._streams[number]
+        update = stream.take()
+        if update is None:
+            return ()
+        if stream.has_unread:
+            self._fresh.add(number)
+        if self.requests[number].sampling.prompt_logprobs is not None:
+            self._ready.extend((number, ready) for ready in self._behind_prompt(number, update))
+            return ()
+        return self._tell(number, update)
+
+    async def news(self) -> AsyncGenerator[Choice, None]:
+        """As `told`, until all have finished."""
+        has_come = asyncio.Event()
+        self.when_news(has_come.set)
+        while not (self.is_over or self._is_closed):
+            for choice in self.told():
+                yield choice
+            if not self.is_over:
+                await has_come.wait()
+                has_come.clear()
+
+    def commit(self) -> None:
+        """Something leaves for the client now: what is left of the request can only go on where it is."""
+        if not self._is_committed:
+            self._is_committed = True
+            for stream in self._streams:
+                stream.commit()
 
     def when_closed(self, call: Callable[[], None]) -> None:
         """Call this once, when all is over."""
@@ -273,6 +320,11 @@ class Generation:
         for stream in self._streams:
             stream.cancel()
 
+    def give_up(self) -> None:
+        """Whoever asked takes nothing of it any more. The caller closes it."""
+        if self._metrics is not None:
+            self._metrics.slow_reader_left()
+
     def timing(self) -> str:
         """The times so far as a Server-Timing header: until the first token of any choice, from there on, in all."""
         firsts = [books.first_s for books in self._books if books.first_s is not None]
@@ -282,6 +334,7 @@ class Generation:
         return ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in parts.items())
 
     async def aclose(self) -> None:
+        self._is_closed = True
         for stream in self._streams:
             await stream.aclose()
         for choice, books in zip(self.choices, self._books, strict=False):
@@ -290,6 +343,22 @@ class Generation:
             self._reservation.spend(self.usage.completion_tokens)
             self._reservation.release()
         self._on_close.close()
+
+    def _arrived(self, number: int) -> None:
+        self._fresh.add(number)
+        self._on_news()
+
+    def _behind_prompt(self, number: int, update: Update) -> list[Update]:
+        """What may be told now: nothing before choice 0 has brought what every choice of the prompt begins with."""
+        choices = self._choices[number]
+        if update.prompt_logprobs is not None:
+            for choice in choices:
+                choice.prompt_logprobs = update.prompt_logprobs
+            return [update, *self._before_prompt.pop(number, ())]
+        if choices[0].prompt_logprobs is None and update.finish not in ("failed", "cancelled"):
+            self._before_prompt.setdefault(number, []).append(update)
+            return []
+        return [update]
 
     def _tell(self, number: int, update: Update) -> list[Choice]:
         """Pass the update on to its choice, or to all copies; to none when it ended before, by a stop string."""
@@ -321,36 +390,15 @@ class Generation:
             if self._was_cancelled and update.finish == "cancelled":
                 raise errors.request_cancelled()
             raise errors.from_failure(update.error_code)
+        if any(choice.is_finished for choice in choices):
+            # Stop strings are unknown to the engine, which would go on. Its siblings do.
+            self._streams[number].cancel(update.index)
+            self._num_open -= len(choices)
         return choices
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, Update], None]:
-    """(number of the stream, update) from all streams as they come. One stream costs no task."""
-    if len(streams) == 1:
-        async for update in streams[0]:
-            yield 0, update
-        return
-    # One place: a slow reader leaves updates in the streams, which join them.
-    queue: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue(maxsize=1)
-
-    async def pump(number: int, stream: RequestStream) -> None:
-        async for update in stream:
-            await queue.put((number, update))
-        await queue.put(None)
-
-    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await queue.get()
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+def _ignore() -> None:
+    pass
 
 
 class _Books:

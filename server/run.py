@@ -29,6 +29,7 @@ from engine.errors import CellserveError, ConfigError
 from engine.types import EngineInfo
 from server import errors
 from server.app import create_app
+from server.body_writer import GivesBodyWriters
 from server.lifecycle import Lifecycle, Progress
 from server.settings import Settings
 
@@ -62,7 +63,7 @@ def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> 
 def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """The same for a real server and for one in a test's thread."""
     return uvicorn.Config(
-        app,
+        GivesBodyWriters(app),
         http=Protocol,
         ws="none",
         log_config=None,

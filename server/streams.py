@@ -9,9 +9,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from copy import copy
 from json.encoder import encode_basestring_ascii
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -43,6 +44,14 @@ class FrameTemplate:
     def render(self, *values: str) -> bytes:
         """values: JSON of each hole, ASCII only."""
         return (self._format % values).encode("ascii")
+
+    def filled(self, *values: str | None) -> FrameTemplate:
+        """The template with these holes filled for good; None leaves one open."""
+        template = copy(self)
+        # One round of formatting takes one layer of escapes away.
+        parts = ("%s" if value is None else value.replace("%", "%%") for value in values)
+        template._format = self._format.replace("%%", "%%%%") % tuple(parts)
+        return template
 
 
 quoted: Callable[[str], str] = encode_basestring_ascii
@@ -81,27 +90,83 @@ async def unless_gone(answer: Awaitable[_Result], receive: Receive) -> _Result:
         await _cancelled(task, gone)
 
 
+class Frames(Protocol):
+    """What a stream sends, as far as it has come. Event-loop thread."""
+
+    @property
+    def is_over(self) -> bool:
+        """Everything was taken."""
+        ...
+
+    @property
+    def backlog(self) -> int:
+        """Tokens that have come and were not taken."""
+        ...
+
+    def when_news(self, call: Callable[[], None]) -> None:
+        """Call this whenever `take` may have something new; it never raises."""
+        ...
+
+    def take(self) -> bytes:
+        """Frames of what has come, about LARGEST_WRITE of them at most; empty when that makes none. Never waits.
+
+        Raises what ended the stream, once everything before it was taken.
+        """
+        ...
+
+    def give_up(self) -> None:
+        """The client does not read: note it, and let nothing more come."""
+        ...
+
+
+class BodyWriter(Protocol):
+    """The server's own way into a response's body that has begun: scope extension BODY_WRITER."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the connection takes more now. When it does not, `send` waits until it does."""
+        ...
+
+    def write(self, content: bytes) -> None:
+        """One part of the body. Never waits."""
+        ...
+
+    def abort(self) -> None:
+        """Close the connection and forget what it has not sent."""
+        ...
+
+
+BODY_WRITER = "cellserve.body_writer"
+LARGEST_WRITE = 16 * 1024
+"""Bytes, about. A connection holds at most 64 KiB and one write that it was not rid of yet."""
+LARGEST_BACKLOG = 16 * 1024
+"""Tokens that may wait for a client that is behind."""
+
+
 class EventStream(Response):
-    """Sends the frames of a generator, and closes it whatever happens.
+    """Sends frames as they come, and ends them whatever happens.
 
     The status is decided by the first frame: an ApiError before it is raised for the app's handlers and becomes a true
     status; one after it becomes an error event. A client that waits longer than KEEP_ALIVE_S for its first frame gets
     the headers and a comment instead, and then every refusal is an event. The client's leaving and its not reading both
-    end the generator.
+    end the stream.
+
+    On a server that gives a BodyWriter, frames are written by whoever brings their news, all of a step at once, for as
+    long as the connection takes them; no task is woken for a token.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        frames: AsyncGenerator[bytes, None],
+        frames: Frames,
         on_end: Callable[[], Awaitable[None]],
         headers: Mapping[str, str] | None = None,
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
         stalled_s: float = STALLED_S,
     ) -> None:
-        """on_end: awaited once when all is over, also when the generator never began."""
+        """on_end: awaited once when all is over, also when nothing was ever taken."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         # Response counts its empty body; a stream has no length.
         del self.headers["content-length"]
@@ -117,21 +182,27 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._sent_at_s = time.monotonic()
-        writer = asyncio.ensure_future(self._write(send))
-        watchers = [asyncio.ensure_future(until_disconnect(receive)), asyncio.ensure_future(self._watch(send))]
+        writer: BodyWriter | None = (scope.get("extensions") or {}).get(BODY_WRITER)
+        sending = asyncio.ensure_future(self._run(send, writer))
+        watching = asyncio.ensure_future(self._watch(send))
+        tasks = (sending, watching, asyncio.ensure_future(until_disconnect(receive)))
         try:
-            await asyncio.wait((writer, *watchers), return_when=asyncio.FIRST_COMPLETED)
-            if writer.done():
-                writer.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            elif watching.done():
+                watching.result()
+                self._frames.give_up()
+                if writer is not None:
+                    # Closing it politely would wait for the client to read what is left.
+                    writer.abort()
         finally:
-            await _cancelled(writer, *watchers)
-            await self._frames.aclose()
+            await _cancelled(*tasks)
             await self._on_end()
 
-    async def _write(self, send: Send) -> None:
+    async def _run(self, send: Send, writer: BodyWriter | None) -> None:
         try:
-            async for content in self._frames:
-                await self._send(send, content)
+            await self._send_frames(send, writer)
         except Exception as error:
             if not self._has_begun:
                 raise
@@ -142,6 +213,58 @@ class EventStream(Response):
             await self._send(send, frame(error.body()))
         await self._send(send, DONE, is_last=True)
 
+    async def _send_frames(self, send: Send, writer: BodyWriter | None) -> None:
+        news = asyncio.Event()
+        self._frames.when_news(news.set)
+        while True:
+            content = self._frames.take()
+            if content:
+                await self._send(send, content)
+            elif self._frames.is_over:
+                return
+            else:
+                await news.wait()
+                news.clear()
+            if writer is not None and self._has_begun and writer.is_ready:
+                await self._write_through(writer)
+                self._frames.when_news(news.set)
+
+    async def _write_through(self, writer: BodyWriter) -> None:
+        """Write frames as they come, until they are over, one fails, or the connection takes no more."""
+        loop = asyncio.get_running_loop()
+        stopped: asyncio.Future[None] = loop.create_future()
+        turn: asyncio.Handle | None = None
+
+        def advance() -> None:
+            nonlocal turn
+            turn = None
+            try:
+                size = LARGEST_WRITE
+                while size >= LARGEST_WRITE and writer.is_ready and (content := self._frames.take()):
+                    writer.write(content)
+                    size = len(content)
+                    self._sent_at_s = time.monotonic()
+                if not stopped.done() and (self._frames.is_over or not writer.is_ready):
+                    stopped.set_result(None)
+            except Exception as error:
+                if not stopped.done():
+                    stopped.set_exception(error)
+
+        def on_news() -> None:
+            # Behind the step's message, so that all it brings for this stream leaves in one write.
+            nonlocal turn
+            if turn is None:
+                turn = loop.call_soon(advance)
+
+        self._frames.when_news(on_news)
+        try:
+            advance()
+            await stopped
+        finally:
+            self._frames.when_news(_ignore)
+            if turn is not None:
+                turn.cancel()
+
     async def _watch(self, send: Send) -> None:
         """Keep a silent stream alive; return when the client has stopped reading."""
         comment: asyncio.Future[None] | None = None
@@ -150,7 +273,7 @@ class EventStream(Response):
                 await asyncio.sleep(min(self._keep_alive_s, self._stalled_s) / 4)
                 now = time.monotonic()
                 if self._sending_since_s is not None:
-                    if now - self._sending_since_s > self._stalled_s:
+                    if now - self._sending_since_s > self._stalled_s or self._frames.backlog > LARGEST_BACKLOG:
                         return
                 elif now - self._sent_at_s > self._keep_alive_s:
                     # A task, for a client may stop reading in the middle of a comment as well.
@@ -168,6 +291,10 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": content, "more_body": not is_last})
             self._sending_since_s = None
             self._sent_at_s = time.monotonic()
+
+
+def _ignore() -> None:
+    pass
 
 
 async def _cancelled(*tasks: asyncio.Future[Any]) -> None:

@@ -1,8 +1,7 @@
-import asyncio
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,18 +36,32 @@ def test_a_rendered_frame_is_the_object_with_its_holes_filled(text: str, index: 
 
 
 class Script:
-    """An engine client that answers with given updates, each by itself."""
+    """An engine client, and the stream of its only request, to which a test pushes updates one by one."""
 
     def __init__(self, updates: Sequence[Update]) -> None:
         self.updates = updates
         self.cancelled = False
+        self._come: list[Update] = []
 
     def submit(self, request: GenerateRequest) -> "Script":
         return self
 
-    async def __aiter__(self) -> AsyncGenerator[Update, None]:
-        for update in self.updates:
-            yield update
+    def when_news(self, call: Callable[[], None]) -> None:
+        self._tell = call
+
+    def push(self, update: Update) -> None:
+        self._come.append(update)
+        self._tell()
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._come)
+
+    def take(self) -> Update | None:
+        return self._come.pop(0) if self._come else None
+
+    def commit(self) -> None:
+        pass
 
     def cancel(self, index: int | None = None) -> None:
         self.cancelled = True
@@ -76,15 +89,24 @@ async def deltas(tiny: TinyTokenizer, updates: list[Update], *stops: str, n: int
     generation = Generation(script, Text(str(tiny.folder)), [request], options, n=n)  # type: ignore[arg-type]
     generation.submit()
 
+    said = []
+
     def render(choice: Choice, news: News) -> bytes:
+        said.append(news.text)
         return news.text.encode()
 
-    said = []
+    frames = answers.Told(generation, lambda choice: b"", render, None)
+    sent = b""
     try:
-        async for content in answers.stream(generation, lambda choice: b"", render, None):
-            said.append(content.decode())
+        for update in updates:
+            if not generation.is_over:
+                script.push(update)
+                sent += frames.take()
+        if not frames.is_over:
+            frames.take()
     except errors.ApiError:
         said.append("ERROR")
+    assert sent.decode() == "".join(text for text in said if text != "ERROR")
     await generation.aclose()
     assert script.cancelled
     return said
@@ -138,45 +160,79 @@ async def test_one_choice_that_fails_gives_out_what_the_others_held(tiny: TinyTo
     assert await deltas(tiny, updates, "C and D", n=2) == ["C", "C", "ERROR"]
 
 
+class Misbehaving:
+    """Frames of which each `take` is one step of a generator; None is nothing yet."""
+
+    backlog = 0
+
+    def __init__(self, steps: Iterator[bytes | None], *, backlog: int = 0) -> None:
+        self.is_over = False
+        self.backlog = backlog
+        self.was_given_up = False
+        self._steps = steps
+
+    def when_news(self, call: Callable[[], None]) -> None:
+        pass
+
+    def take(self) -> bytes:
+        try:
+            return next(self._steps) or b""
+        except StopIteration:
+            self.is_over = True
+            return b""
+
+    def give_up(self) -> None:
+        self.was_given_up = True
+
+
+def silent() -> Iterator[bytes | None]:
+    while True:
+        yield None
+
+
+def late_failure() -> Iterator[bytes | None]:
+    yield frame({"text": "a"})
+    raise errors.deadline_exceeded()
+
+
+def early_failure() -> Iterator[bytes | None]:
+    raise errors.deadline_exceeded()
+    yield
+
+
+def bug() -> Iterator[bytes | None]:
+    yield frame({"text": "a"})
+    raise RuntimeError("a secret")
+
+
+def endless() -> Iterator[bytes | None]:
+    while True:
+        yield b"data: " + b"x" * 65536 + b"\n\n"
+
+
 class Streams:
     """Routes of the test's own, each a stream that misbehaves in one way."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
         """By route: a client may have its answer's last byte before the one before it has ended here."""
+        self.given_up: Counter[str] = Counter()
 
     def add_to(self, app: FastAPI) -> None:
-        for route in (self.silent, self.late_failure, self.early_failure, self.bug, self.endless):
-            app.get(f"/{route.__name__}")(self._response(route))
+        for steps in (silent, late_failure, early_failure, bug, endless):
+            app.get(f"/{steps.__name__}")(self._response(steps))
 
-    def _response(self, frames: Any) -> Any:
-        async def on_end() -> None:
-            self.ended[frames.__name__] += 1
-
+    def _response(self, steps: Callable[[], Iterator[bytes | None]]) -> Any:
         async def respond() -> Response:
-            return EventStream(frames(), on_end, keep_alive_s=0.02, stalled_s=0.3)
+            frames = Misbehaving(steps())
+
+            async def on_end() -> None:
+                self.ended[steps.__name__] += 1
+                self.given_up[steps.__name__] += frames.was_given_up
+
+            return EventStream(frames, on_end, keep_alive_s=0.02, stalled_s=0.3)
 
         return respond
-
-    async def silent(self) -> AsyncGenerator[bytes, None]:
-        await asyncio.sleep(3600)
-        yield b""
-
-    async def late_failure(self) -> AsyncGenerator[bytes, None]:
-        yield frame({"text": "a"})
-        raise errors.deadline_exceeded()
-
-    async def early_failure(self) -> AsyncGenerator[bytes, None]:
-        raise errors.deadline_exceeded()
-        yield b""
-
-    async def bug(self) -> AsyncGenerator[bytes, None]:
-        yield frame({"text": "a"})
-        raise RuntimeError("a secret")
-
-    async def endless(self) -> AsyncGenerator[bytes, None]:
-        while True:
-            yield b"data: " + b"x" * 65536 + b"\n\n"
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from engine.process import main
 from engine.scheduler import SchedulerLimits
 from engine.thread import ProgressCallback
 from engine.types import Batch, ChunkOutput, EngineInfo, EngineStats, SamplingParams, StepOutput, Update
-from engine.wire import Cancel, Ready, Step, Stop, Submit, ToEngine, decode_from_engine, encode
+from engine.wire import Cancel, Ready, Step, Submit, ToEngine, decode_from_engine, encode
 from support.scripted import scripted_info
 from support.tiny_tokenizer import write_byte_level
 
@@ -62,13 +62,17 @@ def bench_info(tokenizer_dir: str, streams: int) -> EngineInfo:
 
 
 class LockStepClient(EngineClient):
-    """An engine on the event loop: a step's message, encoded and decoded as between processes, then the wait."""
+    """An engine on the event loop: a step's message is decoded as between processes, then taken by every stream.
+
+    All streams draw the same words, and none ever ends by itself: a step's bytes are made once and used again.
+    """
 
     def __init__(self, info: EngineInfo) -> None:
         super().__init__()
         self._engine_info = info
-        self._drawn: dict[str, int] = {}
-        self._last: dict[str, int] = {}
+        self._requests: list[str] = []
+        self._messages: dict[int, bytes] = {}
+        """By word, for the requests that run now."""
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -80,15 +84,17 @@ class LockStepClient(EngineClient):
     def _send(self, message: ToEngine) -> None:
         match message:
             case Submit(request):
-                self._drawn[request.request_id] = 0
-                self._last[request.request_id] = request.max_new_tokens
+                self._requests.append(request.request_id)
+                self._messages.clear()
                 self._has_work.set()
             case Cancel(request_id):
-                self._drop(request_id)
+                self._requests.remove(request_id)
+                self._messages.clear()
                 gone = Step((Update(request_id, finish="cancelled"),), EngineStats())
                 asyncio.get_running_loop().call_soon(self._receive, gone)
-            case Stop():
-                self._has_work.set()
+
+    def _kill(self) -> None:
+        self._requests.clear()
 
     async def _end(self) -> None:
         if self._task is not None:
@@ -98,26 +104,20 @@ class LockStepClient(EngineClient):
     async def _run(self) -> None:
         steps = 0
         while True:
-            if not self._drawn:
+            if not self._requests:
                 self._has_work.clear()
                 await self._has_work.wait()
             steps += 1
-            updates = tuple(self._draw(request_id) for request_id in list(self._drawn))
-            self._receive(decode_from_engine(encode(Step(updates, EngineStats(running=len(updates), steps=steps)))))
-            while any(stream._unread for stream in self._streams.values()):
+            self._receive(decode_from_engine(self._message(next_token(steps))))
+            await asyncio.sleep(0)
+            while any(entry.stream.has_unread for entry in self._open.values()):
                 await asyncio.sleep(0)
 
-    def _draw(self, request_id: str) -> Update:
-        count = self._drawn[request_id]
-        self._drawn[request_id] = count + 1
-        is_last = count + 1 == self._last[request_id]
-        if is_last:
-            self._drop(request_id)
-        return Update(request_id, token_ids=(next_token(count),), finish="length" if is_last else None)
-
-    def _drop(self, request_id: str) -> None:
-        self._drawn.pop(request_id, None)
-        self._last.pop(request_id, None)
+    def _message(self, word: int) -> bytes:
+        if word not in self._messages:
+            updates = tuple(Update(request_id, token_ids=(word,)) for request_id in self._requests)
+            self._messages[word] = encode(Step(updates, EngineStats(running=len(updates))))
+        return self._messages[word]
 
 
 @dataclass(frozen=True, slots=True)
