@@ -204,6 +204,7 @@ class EngineLoop:
         self._queue_prepared()
         self._prefixes.poll()
         ahead, self._in_flight = self._in_flight, None
+        num_failed = self._steps_failed
         preempted = self._make_room()
         launched = self._launch_next()
         if launched is not None and self._executor.overlaps:
@@ -220,6 +221,8 @@ class EngineLoop:
         elif launched is None and self._prefixes.is_busy:
             if not self._updates:
                 self._prefixes.wait(_TIER_WAIT_S)
+        elif self._steps_failed > num_failed:
+            pass  # its sessions wait again
         elif launched is None and not (self._scheduler.is_empty or self._updates or preempted):
             raise RuntimeError(
                 f"nothing can run: {self._scheduler.num_waiting} waiting and {self._scheduler.num_running} running "
