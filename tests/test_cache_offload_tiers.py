@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from cache.geometry import InvalidConfig
 from cache.offload.chunks import Chunk
 from cache.offload.host import HostSlab, bytes_view
 from cache.offload.tiers import Breaker, Guarded, Resident, Residents
-from support.tier_chunks import PAYLOAD_BYTES, FakeTier, path, payload
+from support.tier_chunks import PAYLOAD_BYTES, SPACE, FakeTier, path, payload
 
 
 class Clock:
@@ -93,12 +94,19 @@ def test_a_bad_record_is_an_answer_and_a_slow_answer_is_a_fault() -> None:
 
 
 def test_eviction_takes_the_oldest_leaf_against_a_slow_oracle() -> None:
-    """Random adds, touches, holds, evictions: always the least recently used of those without children here."""
+    """Random adds, touches, holds, evictions: always the least recently used of those without children here.
+
+    Of other tenants, only those that have more than half of a fair share.
+    """
     rng = random.Random(0)
     residents, oracle = Residents(), {}
-    chunks = [chunk for name in range(12) for chunk in path(name, 6)]
-    now = 0
-    for _ in range(3000):
+    chunks = [chunk for name in range(12) for chunk in path(name, 6, salt=f"tenant {name % 3}")]
+    owners = {}
+    for name in range(12):
+        salt = f"tenant {name % 3}"
+        owners |= {chunk.key: replace(SPACE, salt=salt).root for chunk in path(name, 6, salt=salt)}
+    now = protected = 0
+    for _ in range(6000):
         chunk = rng.choice(chunks)
         entry = residents.get(chunk.key)
         action = rng.random()
@@ -120,11 +128,17 @@ def test_eviction_takes_the_oldest_leaf_against_a_slow_oracle() -> None:
                 for entry in residents.entries()
                 if entry.key not in parents and not entry.holds and entry.key != chunk.key
             ]
-            expected = min(leaves, key=lambda entry: oracle[entry.key], default=None)
-            assert residents.pop_oldest_leaf(keep=chunk.key) is expected
+            owner = owners[chunk.key]
+            sizes = Counter(owners[entry.key] for entry in residents.entries())
+            safe = len(oracle) // (2 * len(set(sizes) | {owner}))
+            fair = [entry for entry in leaves if owners[entry.key] == owner or sizes[owners[entry.key]] > safe]
+            protected += len(fair) < len(leaves)
+            expected = min(fair, key=lambda entry: oracle[entry.key], default=None)
+            assert residents.pop_oldest_leaf(keep=chunk.key, owner=owner) is expected
             if expected is not None:
                 del oracle[expected.key]
     assert len(residents) == len(oracle)
+    assert protected > 0
 
 
 # --- the host slab ------------------------------------------------------------------------------------------------
@@ -189,6 +203,20 @@ def test_a_chunk_whose_parent_is_not_there_is_not_taken_in() -> None:
     host.abandon(chunks[0])
     assert not host.publish(chunks[1])
     assert (host.status().used_bytes, host.counts["dropped: no parent"]) == (0, 2)
+
+
+def test_a_tenant_that_floods_the_slab_leaves_the_others_half_of_a_fair_share() -> None:
+    """One alone may have it all; a second one comes in at once, and neither can be pushed below a quarter."""
+    host = slab(16)
+    quiet, loud = path(1, 16, salt="quiet"), [path(name, 4, salt="loud") for name in range(8)]
+    assert put(host, *quiet) == [True] * 16
+    for chunks in loud:
+        put(host, *chunks)
+    assert host.leading(quiet) == 4
+    assert sum(host.leading(chunks) for chunks in loud) == 12
+    late = path(9, 4, salt="late")
+    assert put(host, *late) == [True] * 4
+    assert host.leading(quiet) >= 2
 
 
 def test_another_text_under_the_same_key_is_a_miss() -> None:

@@ -161,7 +161,8 @@ class DiskTier:
         if not self._free:
             self._grow()
         if not self._free:
-            evicted = self._residents.pop_oldest_leaf(keep=chunk.parent)
+            owner = self._residents.owner_behind(chunk.parent)
+            evicted = self._residents.pop_oldest_leaf(keep=chunk.parent, owner=owner)
             if evicted is not None:
                 self._free.append(evicted.slot)
         return self._free.pop() if self._free else None

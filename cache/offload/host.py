@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
@@ -22,6 +23,16 @@ from cache.offload.tiers import Resident, Residents, TierStatus
 
 PIECE_BYTES = 1 << 30
 """Most bytes of one allocation: pinned ones are rounded up to a power of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """A chunk that is not there yet."""
+
+    slot: int
+    parent: Resident | None
+    """Kept here until the chunk is."""
+    owner: bytes
 
 
 class HostSlab:
@@ -52,7 +63,7 @@ class HostSlab:
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._residents = Residents()
         self._tokens: dict[bytes, TokenIds] = {}  # of resident chunks
-        self._filling: dict[bytes, tuple[int, Resident | None]] = {}  # key -> slot, and the parent it keeps here
+        self._filling: dict[bytes, _Filling] = {}  # by key
         self.counts: Counter[str] = Counter()
         self.hits = 0
         """Chunks that a fetch found here."""
@@ -83,11 +94,12 @@ class HostSlab:
             if chunk.index and parent is None and chunk.parent not in self._filling:
                 self.counts["dropped: no parent"] += 1
                 return None
-            slot = self._take_slot(chunk)
+            owner = self._owner_behind(chunk.parent)
+            slot = self._take_slot(chunk, owner)
             if slot is None:
                 self.counts["dropped: no room"] += 1
                 return None
-            self._filling[chunk.key] = slot, parent
+            self._filling[chunk.key] = _Filling(slot, parent, owner)
             if parent is not None:
                 parent.holds += 1
             return self._memory(slot)
@@ -159,10 +171,14 @@ class HostSlab:
             return None
         return entry
 
-    def _take_slot(self, chunk: Chunk) -> int | None:
+    def _owner_behind(self, parent: bytes) -> bytes:
+        filling = self._filling.get(parent)
+        return self._residents.owner_behind(parent) if filling is None else filling.owner
+
+    def _take_slot(self, chunk: Chunk, owner: bytes) -> int | None:
         if self._free:
             return self._free.pop()
-        evicted = self._residents.pop_oldest_leaf(keep=chunk.parent)
+        evicted = self._residents.pop_oldest_leaf(keep=chunk.parent, owner=owner)
         if evicted is None:
             return None
         del self._tokens[evicted.key]
@@ -170,10 +186,10 @@ class HostSlab:
         return evicted.slot
 
     def _end_filling(self, chunk: Chunk) -> int:
-        slot, parent = self._filling.pop(chunk.key)
-        if parent is not None:
-            parent.holds -= 1
-        return slot
+        filling = self._filling.pop(chunk.key)
+        if filling.parent is not None:
+            filling.parent.holds -= 1
+        return filling.slot
 
     def _memory(self, slot: int) -> torch.Tensor:
         piece, index = divmod(slot, self._piece_slots)

@@ -234,18 +234,25 @@ class Resident:
     holds: int = 0
     """Users that forbid eviction."""
     last_used: int = 0
+    owner: bytes = b""
+    """What the path begins behind: the root of its namespace, so another one for each salt. `Residents.add` sets it."""
 
 
 class Residents:
     """A tier's chunks by key, and which one to evict: a leaf, the least recently used. Not locked.
 
     A chunk is of use only behind its parent, so parents outlive their children: what has children here is no leaf.
+    Among owners, half of a fair share is safe: who makes room for itself takes nothing of an owner that has no more
+    than that. The other half goes to whoever uses it, so that one owner alone has everything.
     """
 
     def __init__(self) -> None:
         self._entries: dict[bytes, Resident] = {}
         self._num_children: Counter[bytes] = Counter()  # parent's key -> children here, whether or not it is here
-        self._leaves: list[tuple[int, bytes]] = []  # heap of (last used, key); stale entries are skipped
+        self._sizes: Counter[bytes] = Counter()  # chunks by owner
+        # By owner, a heap of (last used, key); stale entries are skipped.
+        self._leaves: dict[bytes, list[tuple[int, bytes]]] = {}
+        self._num_offers = 0
         self._now = 0
 
     def __len__(self) -> int:
@@ -263,9 +270,16 @@ class Residents:
 
     def add(self, entry: Resident) -> None:
         assert entry.key not in self._entries
+        entry.owner = self.owner_behind(entry.parent)
+        self._sizes[entry.owner] += 1
         self._entries[entry.key] = entry
         self._num_children[entry.parent] += 1
         self.touch(entry)
+
+    def owner_behind(self, parent: bytes) -> bytes:
+        """Whose a chunk behind this parent is. A parent that is not here counts as the beginning."""
+        entry = self._entries.get(parent)
+        return parent if entry is None else entry.owner
 
     def touch(self, entry: Resident) -> None:
         """It was used just now."""
@@ -275,6 +289,9 @@ class Residents:
 
     def remove(self, entry: Resident) -> None:
         del self._entries[entry.key]
+        self._sizes[entry.owner] -= 1
+        if not self._sizes[entry.owner]:
+            del self._sizes[entry.owner]
         self._num_children[entry.parent] -= 1
         if not self._num_children[entry.parent]:
             del self._num_children[entry.parent]
@@ -282,32 +299,54 @@ class Residents:
             if parent is not None:
                 self._offer(parent)
 
-    def pop_oldest_leaf(self, *, keep: bytes) -> Resident | None:
-        """Take out the least recently used leaf that nobody holds, but not `keep`. None: there is none."""
-        passed_over: list[tuple[int, bytes]] = []
-        found = None
-        while self._leaves:
-            last_used, key = heappop(self._leaves)
-            entry = self._entries.get(key)
-            if entry is None or entry.last_used != last_used or key in self._num_children:
+    def pop_oldest_leaf(self, *, keep: bytes, owner: bytes) -> Resident | None:
+        """Take out the least recently used leaf that nobody holds, but not `keep`. None: there is none.
+
+        owner: who makes room for itself. Takes time by the number of owners.
+        """
+        num_owners = len(self._sizes) + (owner not in self._sizes)
+        safe = len(self._entries) // (2 * num_owners)
+        found: Resident | None = None
+        for other, leaves in list(self._leaves.items()):
+            if other != owner and self._sizes[other] <= safe:
                 continue
-            if entry.holds or key == keep:
-                passed_over.append((last_used, key))
-                continue
-            found = entry
-            break
-        for item in passed_over:
-            heappush(self._leaves, item)
+            oldest = self._oldest(leaves, keep, before=found.last_used if found else self._now + 1)
+            found = oldest or found
+            if not leaves:
+                del self._leaves[other]
         if found is not None:
             self.remove(found)
+        return found
+
+    def _oldest(self, leaves: list[tuple[int, bytes]], keep: bytes, *, before: int) -> Resident | None:
+        """Of one owner's heap: the first leaf that may go and was used before that. Stale entries are dropped."""
+        passed_over: list[tuple[int, bytes]] = []
+        found = None
+        while leaves and leaves[0][0] < before:
+            last_used, key = leaves[0]
+            entry = self._entries.get(key)
+            if entry is None or entry.last_used != last_used or key in self._num_children:
+                heappop(leaves)
+                self._num_offers -= 1
+            elif entry.holds or key == keep:
+                passed_over.append(heappop(leaves))
+            else:
+                found = entry
+                break
+        for item in passed_over:
+            heappush(leaves, item)
         return found
 
     def _offer(self, entry: Resident) -> None:
         if entry.key in self._num_children:
             return
-        heappush(self._leaves, (entry.last_used, entry.key))
-        if len(self._leaves) > 2 * len(self._entries) + 64:
-            self._leaves = [
-                (other.last_used, key) for key, other in self._entries.items() if key not in self._num_children
-            ]
-            heapify(self._leaves)
+        heappush(self._leaves.setdefault(entry.owner, []), (entry.last_used, entry.key))
+        self._num_offers += 1
+        if self._num_offers > 2 * len(self._entries) + 64:
+            self._leaves.clear()
+            for key, other in self._entries.items():
+                if key not in self._num_children:
+                    self._leaves.setdefault(other.owner, []).append((other.last_used, key))
+            for leaves in self._leaves.values():
+                heapify(leaves)
+            self._num_offers = sum(map(len, self._leaves.values()))

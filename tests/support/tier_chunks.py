@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,10 +18,10 @@ SPACE = Namespace(weights="sha-1", dtype="float32", geometry="1x4+4/all:0", rope
 LAYOUT = Layout(SPACE.digest, CHUNK_TOKENS, PAYLOAD_BYTES)
 
 
-def path(name: int, length: int) -> list[Chunk]:
-    """A path of `length` chunks; other names share none of them."""
+def path(name: int, length: int, *, salt: str = "") -> list[Chunk]:
+    """A path of `length` chunks; other names and other salts share none of them."""
     tokens = np.arange(length * CHUNK_TOKENS) + 1000 * name
-    return chunks_of(SPACE, tokens, CHUNK_TOKENS)
+    return chunks_of(replace(SPACE, salt=salt), tokens, CHUNK_TOKENS)
 
 
 def payload(chunk: Chunk) -> bytes:
