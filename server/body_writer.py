@@ -40,8 +40,11 @@ class _ChunkWriter:
     def is_ready(self) -> bool:
         return not (self._flow.write_paused or self._cycle.disconnected)
 
-    def write(self, content: bytes) -> None:
+    def write(self, content: bytes) -> bool:
+        if self._cycle.disconnected:
+            return False
         self._write(b"%x\r\n%b\r\n" % (len(content), content))
+        return not self._flow.write_paused
 
     def abort(self) -> None:
         self._cycle.transport.abort()

@@ -206,6 +206,10 @@ class Generation:
         self._before_prompt: dict[int, list[Update]] = {}
         """Updates that came before the prompt's own log probabilities, by number of the prompt."""
         self._on_news: Callable[[], None] = _ignore
+        self._is_due = False
+        """`_on_news` is about to be called."""
+        self._only: RequestStream | None = None
+        """The stream of a request with one prompt and one choice in the engine, as nearly every request is."""
         self._books: list[_Books] = []
         self._on_close = ExitStack()
         self._was_cancelled = False
@@ -235,6 +239,8 @@ class Generation:
                 stream.cancel()
             self._streams.clear()
             raise
+        if len(self.requests) == 1 and self.requests[0].n == 1 and self.requests[0].sampling.prompt_logprobs is None:
+            self._only = self._streams[0]
         for number, stream in enumerate(self._streams):
             stream.when_news(partial(self._arrived, number))
         self._metrics, self._reservation = metrics, reservation
@@ -262,6 +268,9 @@ class Generation:
     def when_news(self, call: Callable[[], None]) -> None:
         """Call this whenever `told` may have something new. It must not raise, and belongs to one reader at a time."""
         self._on_news = call
+        if self._only is not None:
+            # One update a step: there is nothing to gather.
+            self._only.when_news(call)
 
     def told(self) -> Iterator[Choice]:
         """Each choice that what has come tells something, as often as it does; never waits.
@@ -276,6 +285,9 @@ class Generation:
 
         Raises ApiError when one fails, which ends them all; what each had to say until then is left in its `news`.
         """
+        if self._only is not None:
+            only = self._only.take()
+            return None if only is None else self._tell(0, only)
         if self._ready:
             return self._tell(*self._ready.popleft())
         if not self._fresh:
@@ -345,7 +357,14 @@ class Generation:
         self._on_close.close()
 
     def _arrived(self, number: int) -> None:
+        """Tell the reader once for all that a step brings."""
         self._fresh.add(number)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._tell_reader)
+
+    def _tell_reader(self) -> None:
+        self._is_due = False
         self._on_news()
 
     def _behind_prompt(self, number: int, update: Update) -> list[Update]:
@@ -384,16 +403,18 @@ class Generation:
             books.drawn(new_tokens)
             if choice.finish_reason is not None:
                 books.close(choice.finish_reason, choice.num_tokens)
-        if choices[0].finish_reason in ("failed", "cancelled"):
+        ending = choices[0].finish_reason
+        if ending is None:
+            return choices
+        if ending in ("failed", "cancelled"):
             for other in self.choices:
                 other.interrupt()
             if self._was_cancelled and update.finish == "cancelled":
                 raise errors.request_cancelled()
             raise errors.from_failure(update.error_code)
-        if any(choice.is_finished for choice in choices):
-            # Stop strings are unknown to the engine, which would go on. Its siblings do.
-            self._streams[number].cancel(update.index)
-            self._num_open -= len(choices)
+        # Stop strings are unknown to the engine, which would go on. Its siblings do.
+        self._streams[number].cancel(update.index)
+        self._num_open -= len(choices)
         return choices
 
 
@@ -415,15 +436,15 @@ class _Books:
     def drawn(self, tokens: int) -> None:
         if not tokens:
             return
-        now = time.monotonic()
-        is_first, self.first_s = self.first_s is None, self.first_s or now
-        if self._metrics is None:
-            return
-        if is_first:
-            self._metrics.first_token(now - self.arrived_s)
-            tokens -= 1
-        if tokens:
-            self._metrics.token_gap(now - self._last_s if self._last_s > self.arrived_s else 0.0, tokens)
+        now, metrics = time.monotonic(), self._metrics
+        if self.first_s is None:
+            self.first_s = now
+            if metrics is not None:
+                metrics.first_token(now - self.arrived_s)
+                if tokens > 1:
+                    metrics.token_gap(0.0, tokens - 1)
+        elif metrics is not None:
+            metrics.token_gap(now - self._last_s, tokens)
         self._last_s = now
 
     def close(self, reason: FinishReason, generated_tokens: int) -> None:

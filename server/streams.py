@@ -104,7 +104,7 @@ class Frames(Protocol):
         ...
 
     def when_news(self, call: Callable[[], None]) -> None:
-        """Call this whenever `take` may have something new; it never raises."""
+        """Call this whenever `take` may have something new, once for all of a step; it never raises."""
         ...
 
     def take(self) -> bytes:
@@ -127,8 +127,8 @@ class BodyWriter(Protocol):
         """Whether the connection takes more now. When it does not, `send` waits until it does."""
         ...
 
-    def write(self, content: bytes) -> None:
-        """One part of the body. Never waits."""
+    def write(self, content: bytes) -> bool:
+        """One part of the body; whether the connection takes more now. Never waits."""
         ...
 
     def abort(self) -> None:
@@ -179,6 +179,8 @@ class EventStream(Response):
         """The headers, frames and comments leave one after another."""
         self._sending_since_s: float | None = None
         self._sent_at_s = 0.0
+        self._was_written = False
+        """A frame was written through since `_watch` looked last."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._sent_at_s = time.monotonic()
@@ -231,39 +233,29 @@ class EventStream(Response):
 
     async def _write_through(self, writer: BodyWriter) -> None:
         """Write frames as they come, until they are over, one fails, or the connection takes no more."""
-        loop = asyncio.get_running_loop()
-        stopped: asyncio.Future[None] = loop.create_future()
-        turn: asyncio.Handle | None = None
+        stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        frames, take, write = self._frames, self._frames.take, writer.write
 
         def advance() -> None:
-            nonlocal turn
-            turn = None
             try:
-                size = LARGEST_WRITE
-                while size >= LARGEST_WRITE and writer.is_ready and (content := self._frames.take()):
-                    writer.write(content)
-                    size = len(content)
-                    self._sent_at_s = time.monotonic()
-                if not stopped.done() and (self._frames.is_over or not writer.is_ready):
+                is_ready = True
+                while is_ready and (content := take()):
+                    is_ready = write(content)
+                    self._was_written = True
+                    if len(content) < LARGEST_WRITE:
+                        break  # that was all
+                if (frames.is_over or not is_ready) and not stopped.done():
                     stopped.set_result(None)
             except Exception as error:
                 if not stopped.done():
                     stopped.set_exception(error)
 
-        def on_news() -> None:
-            # Behind the step's message, so that all it brings for this stream leaves in one write.
-            nonlocal turn
-            if turn is None:
-                turn = loop.call_soon(advance)
-
-        self._frames.when_news(on_news)
+        frames.when_news(advance)
         try:
             advance()
             await stopped
         finally:
-            self._frames.when_news(_ignore)
-            if turn is not None:
-                turn.cancel()
+            frames.when_news(_ignore)
 
     async def _watch(self, send: Send) -> None:
         """Keep a silent stream alive; return when the client has stopped reading."""
@@ -272,6 +264,8 @@ class EventStream(Response):
             while True:
                 await asyncio.sleep(min(self._keep_alive_s, self._stalled_s) / 4)
                 now = time.monotonic()
+                if self._was_written:
+                    self._was_written, self._sent_at_s = False, now
                 if self._sending_since_s is not None:
                     if now - self._sending_since_s > self._stalled_s or self._frames.backlog > LARGEST_BACKLOG:
                         return
