@@ -53,9 +53,10 @@ class GrammarMasks:
     ) -> tuple[Tensor, dict[int, str]]:
         """Rule out what the grammars do not allow.
 
-        logits: f32[R, V], left as they are. slots, positions: i64[R], as in `Sampler.sample`. fed: i64[R], the token
+        logits: [R, V], left as they are. slots, positions: i64[R], as in `Sampler.sample`. fed: i64[R], the token
         that each row ran: where an answer has begun it is the last one drawn, which its matcher takes here.
-        -> logits, and for each row whose grammar cannot go on the reason; such a row is not masked.
+        -> f32[R, V], or `logits` where no row has a grammar; and for each row whose grammar cannot go on the reason:
+        such a row is not masked.
         """
         if not self._slots:
             return logits, {}

@@ -123,15 +123,14 @@ class LogitEdits:
         self._tails.close(slot)
 
     def apply(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """logits: [R, V], left as they are. -> f32[R, V]: bias, then penalties, then masks.
+        """logits: [R, V], left as they are. -> f32[R, V]: bias, then penalties, then masks; `logits` without any.
 
         slots, positions: i64[R] on the host; positions are those of the tokens being drawn.
         """
         step = self._plan(slots, positions)
-        logits = logits.to(torch.float32)
         if step.is_empty:
             return logits
-        logits = logits.clone()
+        logits = logits.to(torch.float32, copy=True)
         if step.bias is not None:
             logits.index_put_(step.bias.where, step.bias.values, accumulate=True)
         if step.penalties is not None:

@@ -139,7 +139,12 @@ class Sampler:
     def _draw(
         self, logits: Tensor, rows: NDArray[np.void], positions: NDArray[np.int64], seeds: NDArray[np.int64]
     ) -> Tensor:
-        """Send each kind of row the cheapest way that is right for it: a plain greedy row costs one argmax."""
+        """On a host each kind of row goes the cheapest way that is right for it: a greedy one costs one argmax.
+
+        The kernels of a device serve any mix at once.
+        """
+        if self._device.type == "cuda":
+            return self._draw_kind(logits, rows, positions, seeds)
         is_greedy = rows["temperature"] < GREEDY_BELOW
         is_narrow = ~is_greedy & (rows["top_k"] > 0) & (rows["top_k"] <= MAX_CANDIDATES)
         is_cut = ~is_greedy & ~is_narrow & ((rows["top_k"] > 0) | (rows["top_p"] < 1.0) | (rows["min_p"] > 0.0))

@@ -24,10 +24,10 @@ GREEDY_BELOW = 1e-5
 MAX_CANDIDATES = 256
 """Rows whose top_k is at most this are drawn from their largest logits alone; past it, searching all V is faster."""
 
-_CPU_BLOCK = 2**19
-"""Logits a CPU works on at a time, so that its dozen passes over them stay in cache. A GPU takes all rows at once."""
+_BLOCK = 2**19
+"""Logits the host works on at a time, so that its dozen passes over them stay in cache."""
 _LIKELY = 128
-"""Candidates a CPU tries before it searches the vocabulary."""
+"""Candidates the host tries before it searches the vocabulary."""
 _MASS_ONE = 2.0**40
 """Integer mass of the likeliest token. 2**40 x 262,144 tokens stays below 2**63; a token 28 nats down has mass 0."""
 
@@ -52,7 +52,6 @@ class SampleInputs:
 class Route:
     """What the rows of one call need, decided on the host: constants of a captured call."""
 
-    has_greedy: bool
     has_random: bool
     candidates: int
     """Largest logits looked at a row; 0 looks at the whole vocabulary."""
@@ -78,7 +77,6 @@ class Route:
             # Rounded up, so that neighbouring top_k share one captured shape.
             candidates = min(vocab_size, max(16, 1 << int(ks.max() - 1).bit_length()))
         return cls(
-            has_greedy=not bool(is_random.all()),
             has_random=bool(is_random.any()),
             candidates=candidates,
             has_top_k=bool(has_top_k.any()),
@@ -91,12 +89,16 @@ def sample(logits: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
     """Draw one token a row.
 
     logits: [R, V] f32, bf16 or f16, after bias, penalties and masks (-inf is never drawn while anything else is there);
-    left as they are. -> i64[R]. A row's id depends on its own logits, inputs and nothing else.
+    left as they are. -> i64[R]. A row's id depends on its own logits, inputs and nothing else. A row whose largest
+    logit is no finite number, or which holds a NaN, gives the id of `sample_argmax`.
     """
     if not route.has_random:
         return sample_argmax(logits)
-    rows = logits.shape[0]
-    block = max(1, _CPU_BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else rows
+    if logits.is_cuda:
+        from static_graphs.kernels import sampling
+
+        return sampling.draw(logits, inputs, has_cuts=route.has_top_k or route.has_top_p)
+    rows, block = logits.shape[0], max(1, _BLOCK // logits.shape[-1])
     if rows <= block:
         return _sample_block(logits, inputs, route)
     slices = [slice(start, start + block) for start in range(0, rows, block)]
@@ -104,20 +106,25 @@ def sample(logits: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
 
 
 def _sample_block(logits: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
+    """On the host: it looks at what it has computed."""
     logits = logits.to(torch.float32)
+    peak = logits.amax(dim=-1, keepdim=True)
     if route.candidates:
-        drawn = _draw_from_candidates(logits, inputs, route)
-    elif logits.device.type == "cpu" and (route.has_top_p or route.has_min_p):
-        drawn = _draw_likely_first(logits, inputs, route)
+        drawn = _draw_from_candidates(logits, peak, inputs, route)
+    elif route.has_top_p or route.has_min_p:
+        drawn = _draw_likely_first(logits, peak, inputs, route)
     else:
-        drawn = _draw_from_all(logits, inputs, route)
-    if not route.has_greedy:
-        return drawn
-    return torch.where(inputs.temperature < GREEDY_BELOW, sample_argmax(logits), drawn)
+        drawn = _draw_from_all(logits, peak, inputs, route)
+    is_settled = (inputs.temperature < GREEDY_BELOW) | ~peak.squeeze(-1).isfinite()
+    return torch.where(is_settled, sample_argmax(logits), drawn) if is_settled.any() else drawn
 
 
 def sample_argmax(logits: Tensor) -> Tensor:
-    """logits [R, V] -> i64[R]: the largest logit, ties to the lowest id (SAM-1, SAM-7)."""
+    """logits [R, V] -> i64[R]: the largest logit, ties to the lowest id (SAM-1, SAM-7). NaN is larger than all."""
+    if logits.is_cuda:
+        from static_graphs.kernels import sampling
+
+        return sampling.argmax_rows(logits)
     return logits.to(torch.float32).argmax(dim=-1)
 
 
@@ -218,10 +225,10 @@ def sample_rows(logits: Tensor, params: Tensor) -> Tensor:
     return torch.where(is_greedy.squeeze(-1), sample_argmax(logits), drawn)
 
 
-def _draw_from_candidates(logits: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
+def _draw_from_candidates(logits: Tensor, peak: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
     """Every random row has 1 <= top_k <= route.candidates: its kept tokens are all among its largest logits."""
     token_ids = largest(logits, route.candidates)  # [R, C]
-    distance = _distance(logits.gather(-1, token_ids), logits.amax(dim=-1, keepdim=True), inputs)
+    distance = _distance(logits.gather(-1, token_ids), peak, inputs)
     probs = torch.exp(-distance)
     keep = torch.arange(route.candidates, device=logits.device) < inputs.top_k.unsqueeze(-1)
     if route.has_top_p:
@@ -232,14 +239,10 @@ def _draw_from_candidates(logits: Tensor, inputs: SampleInputs, route: Route) ->
     return _race_of_candidates(probs, keep, inputs, token_ids)
 
 
-def _draw_likely_first(logits: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
-    """What `_draw_from_all` draws, from the largest logits where top_p or min_p ends among them. CPU only.
-
-    Looking at the outcome costs a CPU nothing; a GPU would have to wait for it.
-    """
+def _draw_likely_first(logits: Tensor, peak: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
+    """What `_draw_from_all` draws, from the largest logits where top_p or min_p ends among them."""
     count = min(_LIKELY, logits.shape[-1])
     token_ids = largest(logits, count)
-    peak = logits.amax(dim=-1, keepdim=True)
     distance = _distance(logits.gather(-1, token_ids), peak, inputs)
     probs = torch.exp(-distance)
     keep = distance <= _min_p_distance(inputs)
@@ -253,17 +256,18 @@ def _draw_likely_first(logits: Tensor, inputs: SampleInputs, route: Route) -> Te
     drawn = _race_of_candidates(probs, keep, inputs, token_ids)
     others = (~is_whole).nonzero().squeeze(-1)
     if others.numel():
-        drawn[others] = _draw_from_all(logits[others], inputs.rows(others), route)
+        drawn[others] = _draw_from_all(logits[others], peak[others], inputs.rows(others), route)
     return drawn
 
 
-def _draw_from_all(logits: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
+def _draw_from_all(logits: Tensor, peak: Tensor, inputs: SampleInputs, route: Route) -> Tensor:
     """Any parameters. Cuts are found by descending the digits of the order, never by sorting."""
-    distance = _distance(logits, logits.amax(dim=-1, keepdim=True), inputs)
+    distance = _distance(logits, peak, inputs)
     probs = torch.exp(-distance)
     keep: Tensor | None = None
     if route.has_top_k:
-        wanted = torch.where(inputs.top_k > 0, inputs.top_k, logits.shape[-1]).unsqueeze(-1)
+        is_on = (inputs.top_k > 0) & (inputs.top_k < logits.shape[-1])
+        wanted = torch.where(is_on, inputs.top_k, logits.shape[-1]).unsqueeze(-1)
         keep = keep_prefix(logits, torch.ones_like(logits, dtype=torch.int64), wanted)
     if route.has_top_p:
         mass = _mass(probs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,27 @@ def test_a_gpu_draws_what_a_cpu_draws() -> None:
         theirs = step(host, logits, position).collect()
         different += sum(one[0] != other[0] for one, other in zip(ours, theirs, strict=True))
     assert different <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_vocabulary_is_cut_and_drawn_as_on_a_cpu(dtype: torch.dtype) -> None:
+    """Flat rows keep more than is set aside, peaked ones a handful; bf16 puts hundreds of ties at a cut."""
+    rows, vocab_size = 24, 151_936
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(2)) * 3
+    logits[::3] *= 0.01
+    logits[1::3, :40] += 12
+    logits[21], logits[22, 70_000] = -torch.inf, torch.nan
+    kinds = [(0, 0, 1, 0), (1, 0, 1, 0), (0.8, 50, 0.9, 0), (1, 0, 0.9, 0), (1, 30_000, 0.99, 0), (1.2, 0, 0.99, 0.02)]
+    columns = [np.array(column) for column in zip(*(kinds[row // 3 % 6] for row in range(rows)), strict=True)]
+    arrays = [column.astype(np.int64 if index == 1 else np.float64) for index, column in enumerate(columns)]
+    seeds = torch.arange(rows)
+    inputs = SampleInputs(*map(torch.from_numpy, arrays), seeds, seeds + 1000)
+    on_device = SampleInputs(*(getattr(inputs, field.name).cuda() for field in dataclasses.fields(inputs)))
+    route = Route.of(*arrays, vocab_size=vocab_size)
+    ours = sample(logits.to(dtype).cuda(), on_device, route).cpu()
+    theirs = sample(logits.to(dtype), inputs, route)
+    assert ours[[21, 22]].tolist() == [0, 70_000]
+    assert (ours != theirs).sum() <= 1
 
 
 def test_nothing_waits_for_the_device_before_collect() -> None:
