@@ -21,7 +21,7 @@ from engine.types import EngineInfo
 from server import chat, completions, embeddings, errors, kv_status, live, models, probes, running, tokens
 from server.admission import Admission, default_queued_tokens
 from server.errors import ApiError
-from server.guards import BodyLimit, KeyGuard, MediaType, OriginGuard, PhaseGuard, Trace
+from server.guards import BodyLimit, Framing, KeyGuard, MediaType, OriginGuard, PhaseGuard, Trace
 from server.key_limits import Accounts
 from server.lifecycle import Lifecycle
 from server.live import Live
@@ -104,7 +104,8 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
         lifespan=lifespan,
         middleware=[
             Middleware(Trace, metrics=metrics, has_access_log=settings.access_log),
-            Middleware(OriginGuard, allowed=settings.cors_origin),
+            Middleware(Framing),
+            Middleware(OriginGuard, allowed=settings.cors_origin, has_keys=bool(settings.keys()), host=settings.host),
             *_cors(settings),
             Middleware(KeyGuard, keys=settings.keys(), open_paths=page_paths),
             Middleware(PhaseGuard, refusal=lifecycle.refusal, metrics=metrics, open_paths=page_paths),
@@ -120,7 +121,6 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
     )
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
-    app.state.live = Live(client)
     app.state.live = Live(client)
     for part in _PARTS:
         app.include_router(part.router)

@@ -3,11 +3,12 @@
 From the outside in:
 
     Trace          X-Request-Id, one access line, http_* metrics, and the last resort for an error nobody handled
+    Framing        400 for a body whose end two parties could see in two places, 431 for endless headers
     OriginGuard    pages of other origins stay out
     (CORS)         Starlette's, only when --cors-origin names somebody; answers preflights, which bring no key
     KeyGuard       deny by default
     PhaseGuard     503 while the engine loads, drains or is down
-    MediaType      415 for a body that says it is not JSON
+    MediaType      415 for a body that says it is not JSON, or not as it is
     BodyLimit      413 before a long body is read
 
 Knows neither models nor JSON fields. A guard refuses by sending an `ApiError`; it never lets an exception out of here.
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -37,10 +40,15 @@ ALWAYS_ON_PATHS = PROBE_PATHS | {"/metrics", "/version", "/openapi.json"}
 """Answer whatever the engine does."""
 QUIET_PATHS = PROBE_PATHS | {"/metrics"}
 
+MAX_HEADER_BYTES = 64 * 1024
+"""Names and values of all headers together, and a little for each, as HTTP/2 counts them."""
+_EACH_HEADER = 32
+
 CLIENT_GONE = 499
 """Logged and counted, never sent: nobody was there to read it."""
 
 _SANE_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_HOST = re.compile(r"(?:\[(?P<address>[^\]]+)\]|(?P<name>[^:\[\]]+))(?::\d+)?")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 _access = logging.getLogger("cellserve.access")
@@ -122,28 +130,76 @@ class _Answer:
     is_abandoned: bool = False
 
 
+class Framing:
+    """Refuses a request that says twice, in two ways, where its body ends: a length, and chunks.
+
+    A proxy that believes the one before a server that believes the other makes two requests of one, and the second is
+    nobody's (request smuggling). Behind such a request the connection cannot be trusted either.
+
+    Nor are headers passed on that are larger than any need be: h11 has a limit only for those that come in pieces.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            if sum(len(name) + len(value) + _EACH_HEADER for name, value in headers.raw) > MAX_HEADER_BYTES:
+                await errors.headers_too_large().response()(scope, receive, send)
+                return
+            if "transfer-encoding" in headers and "content-length" in headers:
+                message = "the request has both Content-Length and Transfer-Encoding: send one of them"
+                await errors.invalid_http(message).response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class OriginGuard:
     """Refuses what a browser sends on behalf of another origin's page.
 
     A server without keys on a laptop is within reach of every page its owner visits: a plain-text POST needs no
     preflight. Browsers name the page in `Origin`; other clients send none.
+
+    A page may also be made to look like our own: its name is made to point here once it is loaded (DNS rebinding), and
+    then its origin and the Host it asks are the same. So without keys our own page is one under a name that nobody else
+    can own: an address, localhost, this machine's name, or the one of --host. With keys the name does not matter.
     """
 
-    def __init__(self, app: ASGIApp, *, allowed: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, *, allowed: Iterable[str], has_keys: bool, host: str) -> None:
+        """host: what the server was told to listen on."""
         self._app = app
         self._allowed = frozenset(allowed)
+        self._has_keys = has_keys
+        self._own_names = frozenset({"localhost", socket.gethostname().lower(), host.lower()})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._lets_in(Headers(scope=scope)):
-            await errors.origin_not_allowed().response()(scope, receive, send)
-            return
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            if origin is not None and not self._lets_in(origin, headers.get("host", "")):
+                await errors.origin_not_allowed(origin).response()(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
-    def _lets_in(self, headers: Headers) -> bool:
-        origin = headers.get("origin")
-        if origin is None or origin in self._allowed or "*" in self._allowed:
+    def _lets_in(self, origin: str, host: str) -> bool:
+        if origin in self._allowed or "*" in self._allowed:
             return True
-        return origin.partition("://")[2] == headers.get("host")
+        return origin.partition("://")[2] == host and (self._has_keys or self._is_own(host))
+
+    def _is_own(self, host: str) -> bool:
+        """host: a name or an address, with or without a port."""
+        found = _HOST.fullmatch(host.lower())
+        if found is None:
+            return False
+        name = found["address"] or found["name"]
+        if name in self._own_names or name.endswith(".localhost"):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
 
 
 class KeyGuard:
@@ -218,7 +274,8 @@ class PhaseGuard:
 class MediaType:
     """Every body is JSON: what claims to be something else gets 415, what claims nothing is taken at its bytes.
 
-    A form's type counts as no claim: `curl -d` sends it unasked. Pages that could abuse that stop at OriginGuard.
+    Nor is anything unpacked: a compressed body of a few KB could be GB of JSON. A form's type counts as no claim:
+    `curl -d` sends it unasked. Pages that could abuse that stop at OriginGuard.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -227,6 +284,10 @@ class MediaType:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             headers = MutableHeaders(scope=scope)
+            coding = headers.get("content-encoding", "identity").strip().lower()
+            if coding != "identity":
+                await errors.unsupported_encoding(coding).response()(scope, receive, send)
+                return
             claimed = headers.get("content-type", "").partition(";")[0].strip().lower()
             is_json = claimed == "application/json" or claimed.endswith("+json")
             if not is_json and claimed not in ("", "application/x-www-form-urlencoded"):
@@ -248,7 +309,8 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdigit() and int(declared) > self._max_bytes:
+        # Of 4,300 digits and more Python makes no number.
+        if declared.isascii() and declared.isdigit() and (len(declared) > 19 or int(declared) > self._max_bytes):
             await self._refuse(scope, receive, send)
             return
         received = 0

@@ -13,23 +13,20 @@ import os
 import shlex
 import socket
 import sys
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
 
-import h11
 import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engine.client import EngineClient
 from engine.errors import CellserveError, ConfigError
 from engine.types import EngineInfo
-from server import errors
 from server.app import create_app
 from server.body_writer import GivesBodyWriters
+from server.http_protocol import Protocol
 from server.lifecycle import Lifecycle, Progress
 from server.settings import Settings
 
@@ -197,26 +194,6 @@ class Server(uvicorn.Server):
         print(f"cellserve: {end}", file=sys.stderr, flush=True)
         self.exit_code = EXIT_ENGINE
         self.should_exit = True
-
-
-class Protocol(H11Protocol):
-    """HTTP/1.1, with uvicorn's only answer of its own, to bytes that are no HTTP, in the shape of all our errors."""
-
-    def send_400_response(self, msg: str) -> None:
-        # Behind the first byte of an answer only a closed connection can say that something is wrong.
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = errors.invalid_http()
-            body = json.dumps(error.body()).encode()
-            headers = [
-                ("Content-Type", "application/json"),
-                ("Content-Length", str(len(body))),
-                ("X-Request-Id", f"req-{uuid.uuid4().hex}"),
-                ("Connection", "close"),
-            ]
-            answer = h11.Response(status_code=error.status, headers=headers, reason="Bad Request")
-            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
 
 
 def url_of(settings: Settings, listener: socket.socket) -> str:

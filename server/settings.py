@@ -478,6 +478,9 @@ def load(flags: Mapping[str, Any] | None = None, config_file: str | None = None)
         settings = Settings(**values)
     except ValidationError as error:
         raise ConfigError(_describe(error, sources)) from error
+    if values.get("api_key") and not settings.api_key:
+        # As `--api-key "$KEY"` gives it where KEY is not set.
+        raise ConfigError(f"{_name('api_key', sources)} holds no key: nobody would be kept out")
     settings.check()
     return Loaded(settings, sources)
 
@@ -488,7 +491,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {_reason(error)}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+        # Not the parser's own words: they repeat the line, which may hold a key.
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        problem = getattr(error, "problem", None) or "it cannot be read"
+        raise ConfigError(f"--config {path} is not YAML{place}: {problem}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -510,17 +517,19 @@ def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
     """The first problem, in the words of the source it came from."""
     problem = error.errors(include_url=False)[0]
     field = str(problem["loc"][0])
-    source = sources[field]
-    if source == "flag":
-        name = "MODEL" if field == "model" else flag_name(field)
-    elif source == "environment":
-        name = ENV_PREFIX + field.upper()
-    else:
-        name = f"{source}: {field}"
+    name = _name(field, sources)
     # A secret's value stays out of messages.
     value = "" if field in ("api_key", "kv_redis") else f" is {problem['input']!r}"
     text = problem["msg"]
     return f"{name}{value}: {text[:1].lower()}{text[1:]}"
+
+
+def _name(field: str, sources: Mapping[str, str]) -> str:
+    """What a user calls it, where its value came from."""
+    source = sources[field]
+    if source == "flag":
+        return "MODEL" if field == "model" else flag_name(field)
+    return ENV_PREFIX + field.upper() if source == "environment" else f"{source}: {field}"
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:

@@ -44,7 +44,7 @@ HOMES = {
     "jinja2": ["server.*"],
     "fastapi": ["server.*"],
     "starlette": ["server.*"],
-    "uvicorn": ["server.run", "server.body_writer"],
+    "uvicorn": ["server.run", "server.http_protocol", "server.body_writer"],
     "pydantic_settings": ["server.settings"],
 }
 """Third party -> the modules that may know it. Whoever wants it elsewhere asks them."""

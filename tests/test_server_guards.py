@@ -58,6 +58,7 @@ def locked_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServ
         api_key_file=keys,
         cors_origin=("https://page.example",),
         access_log=False,
+        page=False,
     )
     with live_server(scripted_client(), settings, prepare=add_routes) as server:
         yield server

@@ -67,6 +67,11 @@ class LiveServer:
         """Return when the API is open. Raises what ended the load."""
         self.run(self.app.state.lifecycle.wait_loaded())
 
+    @property
+    def connections(self) -> set[Any]:
+        """Those that are open. On the server's event loop."""
+        return self._server.server_state.connections
+
     def metric(self, name: str, **labels: str) -> float:
         """The value of the one series of that name which carries all of `labels`; 0 when there is none."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
