@@ -110,6 +110,11 @@ class KvTiers:
         """Whether `poll` has something to wait for."""
         return bool(self._fetches or self._loads or self._keeps or self._transfers.in_flight)
 
+    @property
+    def is_keeping(self) -> bool:
+        """Whether a path is on its way down."""
+        return bool(self._keeps)
+
     def poll(self) -> None:
         """Go on with everything that is under way. Never waits."""
         self._transfers.poll()

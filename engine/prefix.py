@@ -13,6 +13,7 @@ a fork, its end. Where the tree has got the same tokens meanwhile, the session l
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ class PrefixCache:
         self._leases: dict[Session, Lease] = {}  # of every session that is open in the executor
         self._tokens: dict[Session, Tokens] = {}  # a session's tokens as an array; may be behind its list
         self._waits: dict[Session, Wait] = {}
+        self._unkept: deque[Session] = deque()  # opened sessions whose prompt was not given to the tiers yet
 
     @property
     def available_cells(self) -> int:
@@ -72,6 +74,11 @@ class PrefixCache:
     def cached_cells(self) -> int:
         """Cells that only the tree holds."""
         return self._tree.num_evictable
+
+    @property
+    def shared_cells(self) -> int:
+        """Cells that several have a claim on: running sessions, and copies on their way to a tier."""
+        return self._tree.num_shared
 
     def draw(self, max_codes: int) -> tuple[CellMap, tuple[Session, ...]]:
         """The pool for someone who looks, and the sessions that its codes count."""
@@ -88,6 +95,8 @@ class PrefixCache:
         """Go on with what is on its way. Once a turn."""
         if self._tiers is not None:
             self._tiers.poll()
+            if not self._tiers.is_keeping:
+                self._keep_a_prompt(self._tiers)
 
     def wait(self, timeout_s: float) -> None:
         """Until something may have arrived; for a turn that can run nothing."""
@@ -142,6 +151,8 @@ class PrefixCache:
             self._tree.release(lease)
             raise
         self._leases[session] = lease
+        if self._tiers is not None:
+            self._unkept.append(session)
         self._forget_waits(session)
         session.begin_at(lease.length)
 
@@ -213,6 +224,20 @@ class PrefixCache:
             tree_leases=self._tree.num_leases,
             tiers=None if self._tiers is None else self._tiers.report(),
         )
+
+    def _keep_a_prompt(self, tiers: KvTiers) -> None:
+        """Copy down the prompt of one running session, when it is computed: not only when its answer has ended."""
+        for _ in range(len(self._unkept)):
+            session = self._unkept.popleft()
+            lease = self._leases.get(session)
+            if lease is None:
+                continue  # it ended, which kept it
+            if session.num_settled < session.prompt_len:
+                self._unkept.append(session)
+                continue
+            self._publish(session, lease)
+            tiers.keep(session.request.cache_salt, self._tokens_of(session)[: lease.length], lease)
+            return
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 

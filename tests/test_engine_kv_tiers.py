@@ -67,6 +67,18 @@ def test_an_answer_is_kept_too_so_the_next_turn_finds_it(tiered: Tiered, model: 
     assert tiered.tokens("second") == model.continuation(conversation, 3)
 
 
+def test_a_prompt_is_kept_while_its_answer_is_still_drawn(tiered: Tiered, model: ToyDecoder) -> None:
+    """Not only when the session ends: a preempted or lost one has left it already."""
+    prompt = tokens(12, 36)
+    tiered.submit("long", prompt, max_new_tokens=20, sampling=GREEDY)
+    while tiered.store.host.status().objects < 2:
+        tiered.step()
+        assert not any(update.finish for update in tiered.updates)
+    assert tiered.ask("other", prompt) == 35
+    tiered.run()
+    assert tiered.tokens("long") == model.continuation(prompt, 20)
+
+
 def test_salts_separate_tenants_in_the_tiers_too(tiered: Tiered) -> None:
     prompt = tokens(4, 40)
     tiered.ask("a", prompt, cache_salt="a")
