@@ -96,6 +96,7 @@ class RadixTree:
         self._roots: dict[str | None, Node] = {}
         self._num_held = 0
         self._num_idle = 0
+        self._num_shared = 0
         self._num_nodes = 0
         self._clock = count(1)
         # Leaves to evict, least recently used first. An entry is stale when its node is no idle leaf any more, or was
@@ -117,6 +118,11 @@ class RadixTree:
     def num_nodes(self) -> int:
         """Without the roots."""
         return self._num_nodes
+
+    @property
+    def num_shared(self) -> int:
+        """Cells of nodes that two leases or more lock."""
+        return self._num_shared
 
     @property
     def num_leases(self) -> int:
@@ -210,7 +216,7 @@ class RadixTree:
 
     def check_integrity(self) -> None:
         """AssertionError if two accounts of the same thing differ. Looks at everything: for idle moments and tests."""
-        num_held = num_idle = num_nodes = 0
+        num_held = num_idle = num_shared = num_nodes = 0
         seen: set[int] = set()
         waiting = {id(node) for used, _, node in self._idle_leaves if node.last_used == used}
         for node in self.nodes():
@@ -233,7 +239,9 @@ class RadixTree:
             num_nodes += 1
             num_held += node.cells.size
             num_idle += 0 if node.locks else node.cells.size
+            num_shared += node.cells.size if node.locks > 1 else 0
         assert (num_held, num_idle, num_nodes) == (self._num_held, self._num_idle, self._num_nodes)
+        assert num_shared == self._num_shared
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
@@ -298,6 +306,8 @@ class RadixTree:
         for each in _path(node):
             if each.locks == 0:
                 self._num_idle -= each.cells.size
+            elif each.locks == 1:
+                self._num_shared += each.cells.size
             each.locks += 1
         return node
 
@@ -308,6 +318,8 @@ class RadixTree:
             each.last_used = now
             if each.locks == 0:
                 self._num_idle += each.cells.size
+            elif each.locks == 1:
+                self._num_shared -= each.cells.size
         self._settle(node)
 
     def _move(self, lease: Lease, node: Node) -> None:
@@ -318,6 +330,8 @@ class RadixTree:
                 break
             if each.locks == 0:
                 self._num_idle -= each.cells.size
+            elif each.locks == 1:
+                self._num_shared += each.cells.size
             each.locks += 1
         lease.node = node
 

@@ -111,6 +111,7 @@ class EngineLoop:
             seed=choice_seed(seed, 0),
             draws=request.n,
             tokens=list(request.prompt_token_ids),
+            submitted_s=self._clock(),
         )
         self._num_arrived += 1
         self._requests[request.request_id] = [stem]
@@ -162,6 +163,7 @@ class EngineLoop:
             waiting=self._scheduler.num_waiting + sum(session.draws for session, _, _ in self._preparing),
             cells_used=self._executor.total_cells - self._prefixes.available_cells,
             cells_cached=self._prefixes.cached_cells,
+            cells_shared=self._prefixes.shared_cells,
             cells_total=self._executor.total_cells,
             steps=self._steps,
             steps_failed=self._steps_failed,
@@ -298,6 +300,8 @@ class EngineLoop:
                 self._fail_alone(session, error)
                 continue
             self._scheduler.admit(session)
+            if session.queued_s is None:
+                session.queued_s = self._clock() - session.submitted_s
             self._queue_deadlines.pop(session.request.request_id, None)
         return preempted
 
@@ -475,6 +479,7 @@ class EngineLoop:
                 logprobs=logprobs,
                 prompt_logprobs=tuple(session.prompt_logprobs) if first and session.prompt_logprobs else None,
                 cached_tokens=(session.cached_tokens or 0) if first else None,
+                queued_s=session.queued_s if first else None,
                 finish=finish,
                 stop_token_id=token_ids[-1] if finish == "stop" else None,
                 error=error,

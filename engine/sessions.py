@@ -42,6 +42,10 @@ class Session:
     executor_id: int | None = None
     """None while it waits."""
     finished: FinishReason | None = None
+    submitted_s: float = 0.0
+    """When its request came, by the loop's clock."""
+    queued_s: float | None = None
+    """How long it had waited when it first ran; None before that, and for forks."""
     cached_tokens: int | None = None
     """Prompt tokens that were already computed when it first ran; None before that."""
     cancelled_draws: set[int] = field(default_factory=set)

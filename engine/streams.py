@@ -40,6 +40,8 @@ class RequestStream:
         may_rerun: bool = False,
     ) -> None:
         self.request_id = request_id
+        self.queued_s: float | None = None
+        """How long the request waited before it first ran; None until that is known."""
         self._cancel = cancel
         self._open = set(range(num_choices))
         self._unread: dict[int, Update] = {}
@@ -141,6 +143,8 @@ class RequestStream:
         """The client's side; whether this was the choice's last update. What follows a last one is dropped."""
         if update.index not in self._open:
             return False
+        if update.queued_s is not None:
+            self.queued_s = update.queued_s
         if self._given is not None:
             update = self._given[update.index].take(update)
         if update.finish is not None:

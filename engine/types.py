@@ -113,6 +113,8 @@ class Update:
     """Once, with choice 0's first update: one entry a prompt token, None for the first."""
     cached_tokens: int | None = None
     """Once, with a choice's first update: prompt tokens whose K/V was already there."""
+    queued_s: float | None = None
+    """Once, with choice 0's first update: how long the request waited before it first ran. None: it never did."""
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended it, when finish is "stop". It is among `token_ids`."""
@@ -239,6 +241,8 @@ class EngineStats:
     """Held by running sessions."""
     cells_cached: int = 0
     """Held for prompts to come, and free as soon as running sessions need them."""
+    cells_shared: int = 0
+    """Of those in use, the ones that several have a claim on: running sessions, and copies on their way to a tier."""
     cells_total: int = 0
     steps: int = 0
     steps_failed: int = 0

@@ -394,6 +394,10 @@ class Generation:
                 self._metrics.prompt_looked_up(
                     prompt_tokens=len(self.requests[number].prompt_token_ids), cached_tokens=update.cached_tokens
                 )
+                queued_s = self._streams[number].queued_s
+                if queued_s is not None:
+                    since_s = time.monotonic() - self._books[choices[0].index].arrived_s
+                    self._metrics.prompt_ran(queued_s=queued_s, prefill_s=max(0.0, since_s - queued_s))
         for choice in choices:
             tokens_before = choice.num_tokens
             choice.push(update)

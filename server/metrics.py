@@ -93,6 +93,10 @@ class Metrics:
         self._slow_readers = counter("cellserve:slow_readers_left", "Streams closed because nobody read them.")
         self._choices_started = counter("cellserve:choices_started", "Choices admitted to the engine.")
 
+        self._queue = histogram("vllm:request_queue_time_seconds", "Wait for a place, once a request.", _TTFT_S)
+        self._prefill = histogram(
+            "vllm:request_prefill_time_seconds", "From its place to the first news, once a request.", _TTFT_S
+        )
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token, once a choice.", _TTFT_S)
         self._per_token = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean gap of a choice with 2 tokens or more.", _GAP_S
@@ -146,6 +150,11 @@ class Metrics:
         self._prefix_queries.inc(prompt_tokens)
         self._prefix_hits.inc(cached_tokens)
         self._cached_tokens.inc(cached_tokens)
+
+    def prompt_ran(self, *, queued_s: float, prefill_s: float) -> None:
+        """Once a prompt that ran, with its first news: how long it waited, and how long that took from there on."""
+        self._queue.observe(queued_s)
+        self._prefill.observe(prefill_s)
 
     def first_token(self, ttft_s: float) -> None:
         """A choice's first token; counts it."""
@@ -269,6 +278,13 @@ class _EngineCollector(Collector):
         yield self._counter("vllm:num_preemptions", "Sequences put back into the queue.", stats.preemptions)
         yield self._gauge("cellserve:cells_used", "K/V cells of running sequences.", stats.cells_used)
         yield self._gauge("cellserve:cells_cached", "K/V cells kept for prompts to come.", stats.cells_cached)
+        yield self._gauge(
+            "cellserve:cells_shared",
+            "Of the used cells, those that several hold: sequences, copies.",
+            stats.cells_shared,
+        )
+        free = stats.cells_total - stats.cells_used - stats.cells_cached
+        yield self._gauge("cellserve:cells_free", "K/V cells that hold nothing.", free)
         yield self._gauge("cellserve:cells_total", "K/V cells of the pool.", stats.cells_total)
         yield self._counter("cellserve:steps", "Steps run.", stats.steps)
         yield self._counter("cellserve:steps_failed", "Steps that failed on the host.", stats.steps_failed)

@@ -195,3 +195,34 @@ def test_a_look_at_an_engine_that_dies_ends() -> None:
         await client.close()
 
     asyncio.run(life())
+
+
+def test_stats_count_the_cells_that_sessions_share() -> None:
+    loop = started(
+        ScriptedExecutor(cells=64), request("a", *PROMPT, n=3, new=4), request("b", *PROMPT, 99, new=9), steps=3
+    )
+    assert loop.stats().cells_shared == loop.view(ALL, 0).cells.shared == 8
+    while loop.has_work():
+        loop.step()
+    assert loop.stats().cells_shared == 0
+
+
+def test_the_wait_for_a_place_is_told_once_with_the_first_news() -> None:
+    now = 100.0
+    executor = ScriptedExecutor(max_sessions=1)
+    limits = scripted_loop(executor, scripted_info(max_num_seqs=1))._scheduler.limits
+    loop = EngineLoop(executor, limits, clock=lambda: now)
+    for name in "ab":
+        loop.submit(request(name, *PROMPT, new=3))
+    told: dict[str, list[float | None]] = {"a": [], "b": []}
+    while loop.has_work():
+        for update in loop.step():
+            told[update.request_id].append(update.queued_s)
+        now += 2.0
+    assert told == {"a": [0.0, None, None], "b": [6.0, None, None]}
+
+
+def test_a_request_that_never_ran_has_no_wait() -> None:
+    loop = started(ScriptedExecutor(max_sessions=1), request("a", *PROMPT), request("b", *PROMPT), steps=0)
+    loop.cancel("b")
+    assert [(u.request_id, u.queued_s) for u in loop.step() if u.request_id == "b"] == [("b", None)]
