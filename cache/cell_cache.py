@@ -106,6 +106,11 @@ class CellCache:
         with self._lock:
             return self._table.pos(seq)
 
+    def lengths(self) -> list[int]:
+        """By sequence id, what `pos` says of it. One look for a whole step."""
+        with self._lock:
+            return self._table.lengths()
+
     def cells_of(self, seq: int, start: int = 0, stop: int | None = None) -> I32:
         """A copy of the cells of the sequence's positions [start, stop), in order; by default all."""
         with self._lock:

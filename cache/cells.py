@@ -134,6 +134,11 @@ class CellTable:
         """The next position `seq` would write, which is its length; 0 for an id that is not live (CELL-11)."""
         return int(self._lengths[seq]) if self.is_live(seq) else 0
 
+    def lengths(self) -> list[int]:
+        """By sequence id: its length, 0 where none is live."""
+        lengths: list[int] = np.where(self._live, self._lengths, 0).tolist()
+        return lengths
+
     def cells_of(self, seq: int, start: int = 0, stop: int | None = None) -> I32:
         """A copy of the cells of the sequence's positions [start, stop), in order; by default all."""
         self._check_live(seq)

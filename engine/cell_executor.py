@@ -8,7 +8,7 @@ slices that ran before it stay, which is why the sessions of a failed step never
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -304,26 +304,15 @@ class CellExecutor:
         return StepOutput(
             tuple(
                 refused.get(chunk.session_id)
-                or self._output(in_flight, index, chunk, token_ids[index], logprobs[index], pooled.get(index))
+                or ChunkOutput(
+                    chunk.session_id,
+                    tuple(token_ids[index]),
+                    tuple(logprobs[index]) or None,
+                    tuple(in_flight.prompt_logprobs.get(index, ())) if chunk.wanted_rows == "all" else None,
+                    pooled.get(index),
+                )
                 for index, chunk in enumerate(in_flight.batch.chunks)
             )
-        )
-
-    @staticmethod
-    def _output(
-        in_flight: CellInFlight,
-        index: int,
-        chunk: Chunk,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
-        pooled: bytes | None,
-    ) -> ChunkOutput:
-        return ChunkOutput(
-            session_id=chunk.session_id,
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs) or None,
-            prompt_logprobs=tuple(in_flight.prompt_logprobs.get(index, ())) if chunk.wanted_rows == "all" else None,
-            pooled=pooled,
         )
 
     def _pack(self, batch: Batch) -> PackedStep:
@@ -333,14 +322,20 @@ class CellExecutor:
             for chunk in batch.chunks
             if (session := self._sessions.get(chunk.session_id)) is not None and session.is_poisoned
         }
-        packed = pack(batch.chunks, self._slot, self._limits, poisoned)
+        packed = pack(batch.chunks, self._slots(), self._limits, poisoned)
         if not packed.rewinds:  # what a rewind frees depends on who shares it: that is known behind it
             self._check_cells(packed)
         return packed
 
-    def _slot(self, session_id: int) -> Slot | None:
-        session = self._sessions.get(session_id)
-        return None if session is None else Slot(session.sequence, self._cache.pos(session.sequence))
+    def _slots(self) -> Callable[[int], Slot | None]:
+        """Where each session stands before this step."""
+        lengths, sessions = self._cache.lengths(), self._sessions
+
+        def slot_of(session_id: int) -> Slot | None:
+            session = sessions.get(session_id)
+            return None if session is None else Slot(session.sequence, lengths[session.sequence])
+
+        return slot_of
 
     def _rewind(self, packed: PackedStep) -> None:
         for sequence, position in packed.rewinds:

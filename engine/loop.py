@@ -359,6 +359,9 @@ class EngineLoop:
     def _accept(self, session: Session, result: ChunkOutput) -> None:
         """Give each draw to its choice. A stem's draws beyond the first become sessions of their own here."""
         session.is_suspect = False
+        if session.draws == 1 and not session.cancelled_draws:
+            self._advance(session, 0, result)
+            return
         forks = session.draws - 1
         session.draws = 1
         for index in range(1, forks + 1):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +21,7 @@ LAST_TOKEN = -1
 """Stands for the session's last drawn token, where only the device knows it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Where a session lives in the cache, read by `pack`."""
 
     seq_id: int
@@ -104,8 +105,9 @@ def select_rows(
 
 def _why_refused(chunk: Chunk, held: int, cursor: int | None, limits: PackLimits) -> str | None:
     """held: tokens of the session. cursor: where its previous chunk of the batch ends, None for its first."""
-    start, end = chunk.position, chunk.position + len(chunk.tokens)
-    if not chunk.tokens:
+    tokens = chunk.tokens
+    start, end = chunk.position, chunk.position + len(tokens)
+    if not tokens:
         return "brings no tokens"
     if end > limits.max_session_tokens:  # ahead of the gap: the steps behind one that was refused for this have both
         return f"would hold {end} tokens: the limit is {limits.max_session_tokens}"
@@ -114,8 +116,8 @@ def _why_refused(chunk: Chunk, held: int, cursor: int | None, limits: PackLimits
     if cursor is not None and start < cursor:
         return f"overlaps itself at {start} within one batch"
     # On a device an id past the embedding is a fault that ends the engine, so none reaches it.
-    if min(chunk.tokens) < LAST_TOKEN or max(chunk.tokens) >= limits.vocab_size:
-        outside = next(token for token in chunk.tokens if not LAST_TOKEN <= token < limits.vocab_size)
+    if min(tokens) < LAST_TOKEN or max(tokens) >= limits.vocab_size:
+        outside = next(token for token in tokens if not LAST_TOKEN <= token < limits.vocab_size)
         return f"brings token id {outside}: this model's ids are 0 to {limits.vocab_size - 1}"
     return None
 
@@ -126,21 +128,18 @@ def _lay_out(
     rewinds: Mapping[int, tuple[int, int]],
     refusals: Mapping[int, str],
 ) -> PackedStep:
-    tokens: list[int] = []
-    positions: list[int] = []
-    seq_ids: list[int] = []
+    packed = [(index, chunk) for index, chunk in enumerate(chunks) if chunk.session_id not in refusals]
+    counts = np.array([len(chunk.tokens) for _, chunk in packed], np.int64)
+    starts = counts.cumsum() - counts
+    shifts = np.array([chunk.position for _, chunk in packed], np.int64) - starts
+    owners = np.array([slots[chunk.session_id].seq_id for _, chunk in packed], np.int32)
+    num_tokens = int(counts.sum())
     selected: list[int] = []
     answers: list[int] = []
     draws: list[int] = []
     pooled: list[int] = []
     pooled_by: list[int] = []
-    for index, chunk in enumerate(chunks):
-        if chunk.session_id in refusals:
-            continue
-        offset, count = len(tokens), len(chunk.tokens)
-        tokens.extend(chunk.tokens)
-        positions.extend(range(chunk.position, chunk.position + count))
-        seq_ids.extend([slots[chunk.session_id].seq_id] * count)
+    for (index, chunk), offset, count in zip(packed, starts.tolist(), counts.tolist(), strict=True):
         if chunk.wanted_rows == "all":
             num_targets = count if chunk.following_token >= 0 else count - 1
             selected.extend(range(offset, offset + num_targets))
@@ -155,9 +154,9 @@ def _lay_out(
             pooled.extend(range(offset + count - num_pooled, offset + count))
             pooled_by.extend([index] * num_pooled)
     return PackedStep(
-        tokens=np.array(tokens, np.int64),
-        positions=np.array(positions, np.int64),
-        seq_ids=np.array(seq_ids, np.int32),
+        tokens=np.fromiter(chain.from_iterable(chunk.tokens for _, chunk in packed), np.int64, num_tokens),
+        positions=np.arange(num_tokens) + np.repeat(shifts, counts),
+        seq_ids=np.repeat(owners, counts),
         selected=np.array(selected, np.int64),
         answers=np.array(answers, np.int32),
         draws=np.array(draws, np.int32),

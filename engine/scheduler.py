@@ -11,6 +11,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import ConfigError
 from engine.sessions import Session
@@ -47,8 +48,7 @@ class SchedulerLimits:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
+class Take(NamedTuple):
     """`count` tokens of one session."""
 
     session: Session
@@ -129,6 +129,8 @@ class Scheduler:
 
     def must_preempt(self, free_cells: int) -> bool:
         """Not every decode has a cell, or nothing that could run has one."""
+        if free_cells >= len(self._running):
+            return False
         runnable = [session for session in self._running if session.remaining > 0]
         decodes = sum(session.is_decoding for session in runnable)
         return bool(runnable) and free_cells < max(decodes, 1)

@@ -60,10 +60,16 @@ class Session:
     """It may be what the last of them failed of: it runs alone until it has drawn a token."""
     pooled: npt.NDArray[np.float32] | None = None  # [hidden]
     """What its chunks' hidden states have come to so far, for a request with pooling."""
+    prompt_len: int = field(init=False)
+    _end: int = field(init=False)
+    """Tokens it may come to."""
+    _draws_blind: bool = field(init=False)
+    """Whether a token may be drawn behind one that the host has not seen."""
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_token_ids)
+        self._end = self.prompt_len + self.request.max_new_tokens
+        self._draws_blind = self.request.sampling.grammar is None
 
     @property
     def num_generated(self) -> int:
@@ -73,11 +79,13 @@ class Session:
     @property
     def remaining(self) -> int:
         """Tokens to run before the next draw; 0 when nothing more will be drawn, or not yet."""
-        if self.num_in_flight and self.request.sampling.grammar is not None:
+        in_flight = self.num_in_flight
+        if in_flight and not self._draws_blind:
             return 0  # what may come next depends on a token that is still on the device
-        if self.num_generated >= self.request.max_new_tokens and not self.wants_prompt_only:
+        drawn_to = len(self.tokens) + in_flight
+        if drawn_to >= self._end and not self.wants_prompt_only:
             return 0
-        return len(self.tokens) + self.num_in_flight - self.num_computed
+        return drawn_to - self.num_computed
 
     @property
     def wants_prompt_only(self) -> bool:
@@ -87,7 +95,7 @@ class Session:
     @property
     def is_decoding(self) -> bool:
         """Its next step feeds back one drawn token. Prompts of one token are prefill (RUN-14)."""
-        return self.num_generated > 0 and self.remaining == 1
+        return len(self.tokens) + self.num_in_flight > self.prompt_len and self.remaining == 1
 
     @property
     def wants_prompt_rows(self) -> bool:
@@ -105,10 +113,15 @@ class Session:
         The last chunk draws; a token still on the device is named -1.
         """
         assert self.executor_id is not None
-        assert 0 < count <= self.remaining, (count, self.remaining)
-        is_decode, is_last = self.is_decoding, count == self.remaining
+        remaining = self.remaining
+        assert 0 < count <= remaining, (count, remaining)
         start, end = self.num_computed, self.num_computed + count
         tokens = tuple(self.tokens[start:end]) or (-1,)
+        if start >= self.prompt_len and remaining == 1:  # what most steps are made of
+            self.num_computed = end
+            self.num_in_flight += 1
+            return Chunk(self.executor_id, tokens, start, "last", 1, True)
+        is_decode, is_last = self.is_decoding, count == remaining
         draws = 0
         if is_last and self.request.max_new_tokens > 0:
             draws = self.draws if self.num_generated == 0 else 1
@@ -159,10 +172,10 @@ class Session:
         """Add a drawn token of this choice; say whether it ended it. Stop beats length on one token (RUN-19)."""
         self.num_in_flight -= 1
         self.tokens.append(token_id)
-        generated = len(self.tokens) - self.prompt_len
-        if token_id in self.request.sampling.stop_token_ids and generated > self.request.sampling.min_tokens:
+        length, sampling = len(self.tokens), self.request.sampling
+        if token_id in sampling.stop_token_ids and length - self.prompt_len > sampling.min_tokens:
             return "stop"
-        return "length" if generated >= self.request.max_new_tokens else None
+        return "length" if length >= self._end else None
 
     def viewed(self) -> ViewedSession:
         """For someone who looks; it runs."""

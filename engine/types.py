@@ -6,7 +6,7 @@ Everything here is ids, positions and numbers. The server turns text into these 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 Pooling = Literal["last", "mean"]
@@ -125,8 +125,7 @@ class Update:
     """With finish "length" of a request with `pooling`: float32, little-endian, of length 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One session's tokens in one step."""
 
     session_id: int
@@ -157,8 +156,7 @@ class Batch:
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkOutput:
+class ChunkOutput(NamedTuple):
     """What one chunk of a collected step brought."""
 
     session_id: int

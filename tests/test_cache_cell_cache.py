@@ -530,3 +530,9 @@ def test_the_bench_prints_one_json_line(capsys):
     bench_main(["--cells", "2048", "--sequences", "4", "--length", "8", "--steps", "3"])
     report = json.loads(capsys.readouterr().out)
     assert report["us_per_step"]["decode"]["p50"] > 0
+
+
+def test_lengths_say_of_every_sequence_what_pos_says():
+    cache = Bench(3, 5, 2).cache
+    cache.seq_rm(2)
+    assert cache.lengths() == [cache.pos(sequence) for sequence in range(cache.max_sequences)] == [3, 5, 0, 0]
