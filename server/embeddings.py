@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from engine.client import EngineClient, RequestStream
 from engine.types import EngineInfo, FinishReason, GenerateRequest, SamplingParams, Update
@@ -53,7 +53,11 @@ class EmbeddingBody(BaseModel):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     """base64: of float32, little-endian."""
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        WithJsonSchema({"type": "null", "description": "a number for models whose configuration allows to cut them"}),
+    ] = None
+    """In the OpenAPI document null alone: what holds for every model is what a client may count on."""
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation = None
     """Inputs are cut to this many tokens; -1: to the context."""

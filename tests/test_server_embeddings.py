@@ -116,6 +116,11 @@ def test_a_mean_is_over_all_tokens_and_reuses_nothing(executor: ScriptedExecutor
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_the_openapi_document_promises_no_dimensions_that_only_some_models_have(server: LiveServer) -> None:
+    body = server.http.get("/openapi.json").json()["components"]["schemas"]["EmbeddingBody"]
+    assert body["properties"]["dimensions"]["type"] == "null"
+
+
 def test_dimensions_are_cut_only_where_the_model_was_trained_for_it(
     executor: ScriptedExecutor, tiny: TinyTokenizer, server: LiveServer
 ) -> None:
