@@ -73,7 +73,7 @@ class FakeTier:
             raise BadRecord("missing")
         into[:] = self.records[chunk.key]
         if chunk.key in self._corrupt:
-            into[0] ^= 1
+            into[:] = b"\xff" * len(into)  # NaN in any float
             del self.records[chunk.key]
             raise BadRecord("checksum")
 

@@ -24,6 +24,7 @@ from support.looped import Engine
 from support.poison import poison_free_cells
 from support.toy_decoder import VOCAB, ToyDecoder
 from support.toy_executor import toy_executor
+from support.toy_server import Overlapping
 
 GREEDY = {"temperature": 0.0}
 CHUNK = 16
@@ -64,6 +65,7 @@ class Tiered(Engine):
         stream: Callable[[], CopyStream] = InlineStream,
         folder: Path | None = None,
         url: str | None = None,
+        overlaps: bool = False,
     ) -> None:
         executor = toy_executor(model, capacity_cells=cells)
         cache = executor.cache_control
@@ -76,9 +78,10 @@ class Tiered(Engine):
         if folder is not None:
             tiers = (DiskTier(folder, space, layout, 8 << 20),)
         self.transfers = transfers
+        self.cache = cache
         self.store = Store(HostSlab(transfers.chunk_bytes, slots * transfers.chunk_bytes), tiers)
         super().__init__(
-            executor,
+            Overlapping(executor) if overlaps else executor,
             seqs=seqs,
             budget=24,
             chunk=8,
@@ -98,6 +101,30 @@ class Tiered(Engine):
 
     def forget_pool(self) -> None:
         self.loop.reset_prefix_cache()
+
+    def check(self) -> None:
+        """What holds between any two steps. Looks at everything that is under way."""
+        prefixes = self.loop._prefixes
+        prefixes._tree.check_integrity()
+        tiers, references = prefixes._tiers, self.cache.references()
+        assert (references == 0).sum() == self.cache.free_cells
+        in_tree = {int(cell) for node in prefixes._tree.nodes() for cell in node.cells}
+        for load in tiers._loads:
+            assert (references[load.cells] == 1).all(), "cells that are loaded belong to the load alone"
+            assert in_tree.isdisjoint(load.cells.tolist()), "a cell was seen before its bytes were there"
+        for keep in tiers._keeps:
+            assert (references[keep.cells] >= 1).all(), "cells were let go while they are copied"
+            assert in_tree.issuperset(keep.cells.tolist())
+        residents = self.store.host._residents
+        with self.store.host._lock:
+            entries = {entry.key: entry for entry in residents.entries()}
+            held = sum(entry.holds for entry in entries.values())
+            filling = {key: each.parent for key, each in self.store.host._filling.items()}
+            roots = {root for root in (entry.owner for entry in entries.values())}
+        for entry in entries.values():
+            assert entry.parent in entries or entry.parent in roots, "a chunk outlived the one before it"
+        assert filling.keys().isdisjoint(entries), "a chunk was seen before its bytes were there"
+        assert held >= sum(parent is not None for parent in filling.values())
 
     def close(self) -> None:
         """Everything that was taken has been given back."""
