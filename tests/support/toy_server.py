@@ -15,6 +15,7 @@ from engine.client import InProcessClient
 from engine.grammar import Grammars
 from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
+from engine.types import EngineInfo
 from support.scripted import scripted_info
 from support.toy_decoder import CONTEXT, VOCAB, ToyDecoder
 from support.toy_executor import toy_executor
@@ -62,18 +63,27 @@ def toy_grammars(folder: Path) -> Grammars:
     return Grammars((folder / "tokenizer.json").read_text(), VOCAB, [EOS])
 
 
-def toy_client(folder: Path, *, overlaps: bool = True) -> InProcessClient:
-    """Not started. folder: from `write_toy_tokenizer`."""
+def toy_engine(
+    folder: Path, *, overlaps: bool = True, max_num_seqs: int = 8, max_waiting: int = 8, cells: int = 255
+) -> tuple[EngineLoop, EngineInfo]:
+    """folder: from `write_toy_tokenizer`."""
     grammars = toy_grammars(folder)
-    executor = toy_executor(ToyDecoder(), grammars=grammars)
+    executor = toy_executor(ToyDecoder(), grammars=grammars, max_sessions=max_num_seqs, capacity_cells=cells)
     info = scripted_info(
         max_model_len=CONTEXT,
         vocab_size=VOCAB,
         kv_cells=executor.total_cells,
+        max_num_seqs=max_num_seqs,
+        max_waiting=max_waiting,
         eos_token_ids=(EOS,),
         tokenizer_dir=str(folder),
         has_grammars=True,
     )
-    limits = SchedulerLimits(max_num_seqs=8, prefill_budget=32, mixed_budget=32, prefill_chunk=8)
-    loop = EngineLoop(Overlapping(executor) if overlaps else executor, limits, grammars=grammars)
+    limits = SchedulerLimits(max_num_seqs=max_num_seqs, prefill_budget=32, mixed_budget=32, prefill_chunk=8)
+    return EngineLoop(Overlapping(executor) if overlaps else executor, limits, grammars=grammars), info
+
+
+def toy_client(folder: Path, *, overlaps: bool = True) -> InProcessClient:
+    """Not started."""
+    loop, info = toy_engine(folder, overlaps=overlaps)
     return InProcessClient(lambda progress: (loop, info))
