@@ -50,7 +50,7 @@ async def create_completion(request: Request, body: CompletionBody) -> Response:
     writer = _Writer(body, head, serving.text, prompts, generation)
     if body.stream:
         frames = answers.Told(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
-        return EventStream(frames, generation.aclose, headers)
+        return EventStream(frames, generation.aclose, headers, stalled_s=serving.settings.slow_reader_timeout)
     return await answers.whole(request, generation, writer.whole, headers)
 
 

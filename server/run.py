@@ -41,6 +41,8 @@ EXIT_ENGINE = 3
 _FLUSH_S = 5
 """How long answers whose tokens are all there may take to reach slow readers, after the drain."""
 _FORCED_EXIT_S = 1.0
+UNSENT_BYTES = 64 * 1024
+"""Of one connection, in the system's buffer and as much again in ours, before its stream waits."""
 _BACKLOG = 2048
 
 
@@ -110,6 +112,9 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} is no address of this machine") from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        # Its connections have it from here: the system buffers no more of an answer that is not read than we do.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     try:
         listener.bind(address)
         # Listening is what claims it: two sockets may be bound to one address with SO_REUSEADDR.

@@ -294,6 +294,11 @@ class Settings(BaseSettings):
         Field(description="status of that refusal"),
         Option("limits", "server/admission.py"),
     ] = 429
+    slow_reader_timeout: Annotated[
+        float,
+        Field(gt=0, description="how long a stream waits for a client that does not read before it is cancelled"),
+        Option("limits", "server/streams.py", "s"),
+    ] = 30.0
     queue_timeout: Annotated[
         float | None,
         Field(gt=0, description="how long a request may wait for a place before it gets 503"),

@@ -14,7 +14,7 @@ from engine.types import GenerateRequest, SamplingParams, TokenLogprobs, Update
 from server import answers, errors
 from server.generation import Choice, Generation, News, TextOptions
 from server.stops import StopStrings
-from server.streams import HOLE, EventStream, FrameTemplate, frame, quoted
+from server.streams import HOLE, LARGEST_BACKLOG, EventStream, FrameTemplate, frame, quoted
 from server.text import Text
 from support.live_server import LiveServer, live_server, until
 from support.running import asyncio_test
@@ -221,16 +221,19 @@ class Streams:
     def add_to(self, app: FastAPI) -> None:
         for steps in (silent, late_failure, early_failure, bug, endless):
             app.get(f"/{steps.__name__}")(self._response(steps))
+        app.get("/far_behind")(self._response(endless, backlog=LARGEST_BACKLOG + 1, stalled_s=3600.0))
 
-    def _response(self, steps: Callable[[], Iterator[bytes | None]]) -> Any:
+    def _response(
+        self, steps: Callable[[], Iterator[bytes | None]], *, backlog: int = 0, stalled_s: float = 0.3
+    ) -> Any:
         async def respond() -> Response:
-            frames = Misbehaving(steps())
+            frames = Misbehaving(steps(), backlog=backlog)
 
             async def on_end() -> None:
                 self.ended[steps.__name__] += 1
                 self.given_up[steps.__name__] += frames.was_given_up
 
-            return EventStream(frames, on_end, keep_alive_s=0.02, stalled_s=0.3)
+            return EventStream(frames, on_end, keep_alive_s=0.02, stalled_s=stalled_s)
 
         return respond
 
@@ -279,9 +282,19 @@ def test_a_fault_of_ours_in_mid_stream_is_told_without_its_insides(
     assert text.endswith("data: [DONE]\n\n")
 
 
-def test_b27_a_client_that_stops_reading_is_left(server: LiveServer, streams: Streams) -> None:
-    ended = streams.ended["endless"]
+@pytest.mark.parametrize("path", ["/endless", "/far_behind"])
+def test_b27_a_client_that_stops_reading_or_is_far_behind_is_left(
+    server: LiveServer, streams: Streams, path: str
+) -> None:
+    given_up = streams.given_up["endless"]
     with socket.create_connection((server.host, server.port)) as connection:
-        connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert connection.recv(15) == b"HTTP/1.1 200 OK"
-        until(lambda: streams.ended["endless"] == ended + 1)
+        until(lambda: streams.given_up["endless"] == given_up + 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.text(), model=st.text())
+def test_a_template_with_holes_filled_for_good_renders_the_same(text: str, model: str) -> None:
+    template = FrameTemplate({"model": model, "choices": [{"index": HOLE, "text": HOLE}], "percent": "100%s%%"})
+    assert template.filled(quoted("7%s"), None).render(quoted(text)) == template.render(quoted("7%s"), quoted(text))
