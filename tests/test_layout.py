@@ -32,7 +32,7 @@ ARROWS = {
 HOMES = {
     "zmq": ["engine.process", "engine.spawned"],
     "msgspec": ["engine.wire"],
-    "triton": ["static_graphs.kernels.*", "cache.attend.triton_cells", "cache.offload.kernels"],
+    "triton": ["static_graphs.kernels.*", "cache.attend.launch", "cache.attend.triton_cells", "cache.offload.kernels"],
     "cuda": ["cache.pool*"],
     "transformers": ["static_graphs.*", "engine.bench"],
     "gguf": ["static_graphs.*"],

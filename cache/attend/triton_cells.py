@@ -17,19 +17,17 @@ The interpreter (TRITON_INTERPRET=1, no GPU) runs the same kernels except for bf
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cache.attend.launch import LINE, fetch_ahead, overlapped
 from cache.geometry import Reach
 from cache.step import CellStep
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LINE = tl.constexpr(64)
-"""Elements that one request to the L2 cache brings: 128 bytes of 16-bit K/V."""
 PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_SPLITS = 16
 MIN_TILES = 4
@@ -116,7 +114,7 @@ def attend_cells(
             UPCAST=upcast,
             num_warps=launched.warps,
             num_stages=launched.stages,
-            **_overlapped(query.device),
+            **overlapped(query.device),
         )
     return out
 
@@ -132,13 +130,6 @@ def _counters(step: CellStep, size: int, device: torch.device) -> torch.Tensor:
     counters = step.plans[key]
     assert isinstance(counters, torch.Tensor)
     return counters
-
-
-def _overlapped(device: torch.device) -> dict[str, Any]:
-    """On sm_90 a launch may begin while the one before it ends: the kernel waits for it itself (`gdc_wait`)."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
 
 
 def default_splits(programs: int, device: torch.device) -> int:
@@ -267,8 +258,8 @@ def _attend_splits(
             near = _first_cells(pages, page_table + owner * page_table_stride, low, high, PAGE_CELLS, BLOCK)
             k_line = near[:, None] * key_row_stride + kv_head * key_head_stride
             v_line = near[:, None] * value_row_stride + kv_head * value_head_stride
-            _fetch_ahead(keys + k_line + (tl.arange(0, PADDED_K // LINE) * LINE)[None, :])
-            _fetch_ahead(values + v_line + (tl.arange(0, PADDED_V // LINE) * LINE)[None, :])
+            fetch_ahead(keys + k_line + (tl.arange(0, PADDED_K // LINE) * LINE)[None, :])
+            fetch_ahead(values + v_line + (tl.arange(0, PADDED_V // LINE) * LINE)[None, :])
         gdc_wait()
 
     operand: tl.constexpr = tl.float32 if UPCAST else query.dtype.element_ty
@@ -372,19 +363,6 @@ def _attend_splits(
                     )
             else:
                 _merge_tile(peaks, sums, outs, sinks, out, place, head, is_row, M, V_DIM, PADDED_V, SPLITS, HAS_SINKS)
-
-
-@triton.jit
-def _fetch_ahead(pointers):
-    """Ask for the lines of these addresses to be brought into the L2 cache: a hint, right whatever becomes of them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -21,11 +21,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from static_graphs.kernels.launch import next_power, overlapped
+from cache.attend.launch import LINE, fetch_ahead, next_power, overlapped
 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
-LINE = tl.constexpr(64)
-"""Elements that one request to the L2 cache brings: 128 bytes of 16-bit weights."""
 MIN_ROWS = 16
 """Rows of the smallest matrix instruction: fewer are padded, at no cost."""
 
@@ -63,12 +61,13 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor, tiling: Til
     out = torch.empty(parts, rows, width, dtype=torch.float32 if parts > 1 else x.dtype, device=x.device)
     part = triton.cdiv(triton.cdiv(depth, parts), tiling.block_k) * tiling.block_k
     grid = (triton.cdiv(width, tiling.block_n), parts)
+    is_even = width % tiling.block_n == 0 and depth == part * parts
     shape = {
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "GATE": gate,
-        "EVEN": width % tiling.block_n == 0 and depth == part * parts,
-        "FETCH": min(tiling.fetch, 1 << part.bit_length() - 1),
+        "EVEN": is_even,
+        "FETCH": min(tiling.fetch, 1 << part.bit_length() - 1) if is_even else 0,
         "num_warps": tiling.warps,
         **overlapped(x.device),
     }
@@ -111,16 +110,26 @@ def activate(gate, up, GATE: tl.constexpr):
 
 
 @triton.jit
-def _fetch_ahead(pointers):
-    """Ask for the lines of these addresses to be brought into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _await_input(weight, up, n, weight_stride, part, GATE: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr):
+    """Wait for what the kernel before this one writes; the first FETCH of each weight row are fetched meanwhile."""
+    if PDL:
+        if FETCH >= LINE:
+            lines = n[:, None].to(tl.int64) * weight_stride + tl.program_id(1) * part
+            lines += (tl.arange(0, FETCH // LINE) * LINE)[None, :]
+            fetch_ahead(weight + lines)
+            if GATE:
+                fetch_ahead(up + lines)
+        gdc_wait()
+
+
+@triton.jit
+def _weights(at, inside, EVEN: tl.constexpr, EVICT: tl.constexpr):
+    """A block of weights, 0 where not inside; without a mask where every block is whole."""
+    if EVEN:
+        block = tl.load(at, eviction_policy=EVICT)
+    else:
+        block = tl.load(at, mask=inside[None, :], other=0.0, eviction_policy=EVICT)
+    return block
 
 
 @triton.jit
@@ -155,34 +164,20 @@ def _multiply_rows(
     column = n if EVEN else n % width
     weight_at = column[:, None].to(tl.int64) * weight_stride + k[None, :]
     x_at = source[None, :] * x_stride + k[:, None]
-    if PDL:
-        if EVEN and FETCH >= LINE:
-            lines = n[:, None].to(tl.int64) * weight_stride + tl.program_id(1) * part
-            lines += (tl.arange(0, FETCH // LINE) * LINE)[None, :]
-            _fetch_ahead(weight + lines)
-            if GATE:
-                _fetch_ahead(up + lines)
-        gdc_wait()
+    _await_input(weight, up, n, weight_stride, part, GATE, FETCH, PDL)
     total = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     total_up = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     for low in range(tl.program_id(1) * part, end, BLOCK_K):
         step = low - tl.program_id(1) * part
-        if EVEN:
-            a = tl.load(weight + weight_at + step)
-            b = tl.load(x + x_at + step)
-        else:
-            inside = k + step < end
-            a = tl.load(weight + weight_at + step, mask=inside[None, :], other=0.0)
-            b = tl.load(x + x_at + step, mask=inside[:, None], other=0.0)
+        inside = k + step < end
+        a = _weights(weight + weight_at + step, inside, EVEN, "")
+        b = tl.load(x + x_at + step) if EVEN else tl.load(x + x_at + step, mask=inside[:, None], other=0.0)
         if UPCAST:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision="ieee")
         if GATE:
-            if EVEN:
-                c = tl.load(up + weight_at + step)
-            else:
-                c = tl.load(up + weight_at + step, mask=(k + step < end)[None, :], other=0.0)
+            c = _weights(up + weight_at + step, inside, EVEN, "")
             if UPCAST:
                 c = c.to(tl.float32)
             total_up = tl.dot(c, b, total_up, input_precision="ieee")
@@ -217,31 +212,18 @@ def _multiply_row(
     end = tl.minimum(tl.program_id(1) * part + part, depth)
     column = n if EVEN else n % width
     weight_at = column[:, None].to(tl.int64) * weight_stride + k[None, :]
-    if PDL:
-        if EVEN and FETCH >= LINE:
-            lines = n[:, None].to(tl.int64) * weight_stride + tl.program_id(1) * part
-            lines += (tl.arange(0, FETCH // LINE) * LINE)[None, :]
-            _fetch_ahead(weight + lines)
-            if GATE:
-                _fetch_ahead(up + lines)
-        gdc_wait()
+    _await_input(weight, up, n, weight_stride, part, GATE, FETCH, PDL)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     total_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for low in range(tl.program_id(1) * part, end, BLOCK_K):
         step = low - tl.program_id(1) * part
-        if EVEN:
-            a = tl.load(weight + weight_at + step, eviction_policy="evict_first").to(tl.float32)
-            b = tl.load(x + k + step).to(tl.float32)
-        else:
-            inside = k + step < end
-            a = tl.load(weight + weight_at + step, mask=inside[None, :], other=0.0).to(tl.float32)
-            b = tl.load(x + k + step, mask=inside, other=0.0).to(tl.float32)
+        inside = k + step < end
+        a = _weights(weight + weight_at + step, inside, EVEN, "evict_first").to(tl.float32)
+        b = tl.load(x + k + step) if EVEN else tl.load(x + k + step, mask=inside, other=0.0)
+        b = b.to(tl.float32)
         total += a * b[None, :]
         if GATE:
-            if EVEN:
-                c = tl.load(up + weight_at + step, eviction_policy="evict_first").to(tl.float32)
-            else:
-                c = tl.load(up + weight_at + step, mask=(k + step < end)[None, :], other=0.0).to(tl.float32)
+            c = _weights(up + weight_at + step, inside, EVEN, "evict_first").to(tl.float32)
             total_up += c * b[None, :]
     if PDL:
         gdc_launch_dependents()

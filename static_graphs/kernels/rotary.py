@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from static_graphs.kernels.launch import next_power, overlapped
+from cache.attend.launch import next_power, overlapped
 from static_graphs.kernels.norms import RmsNorm
 
 MAX_HEADS = 8

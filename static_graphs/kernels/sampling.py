@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from static_graphs.kernels.launch import next_power
+from cache.attend.launch import next_power
 
 if TYPE_CHECKING:
     from static_graphs.sampler import SampleInputs
