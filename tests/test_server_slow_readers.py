@@ -57,6 +57,7 @@ def ask(server: LiveServer, max_tokens: int) -> socket.socket:
 
 def read_on(connection: socket.socket) -> bytes:
     """All that comes until the connection ends, in whatever way."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
     received = b""
     try:
         while part := connection.recv(65536):
