@@ -238,6 +238,7 @@ class EmbeddingJob:
                 raise errors.deadline_exceeded()
             request = replace(request, deadline_s=left_s)
         stream = self._client.submit(request)
+        submitted_s = time.monotonic()
         self._streams.add(stream)
         finish: FinishReason = "cancelled"
         if self._metrics is not None:
@@ -245,7 +246,7 @@ class EmbeddingJob:
         try:
             async with stream:
                 async for update in stream:
-                    self._look_up(request, update)
+                    self._look_up(request, stream, update, time.monotonic() - submitted_s)
                     if update.embedding is not None:
                         finish = "stop"
                         return update.embedding
@@ -262,7 +263,7 @@ class EmbeddingJob:
             if self._metrics is not None:
                 self._metrics.finished(finish, generated_tokens=0, e2e_s=time.monotonic() - self._arrived_s)
 
-    def _look_up(self, request: GenerateRequest, update: Update) -> None:
+    def _look_up(self, request: GenerateRequest, stream: RequestStream, update: Update, since_s: float) -> None:
         if update.cached_tokens is None:
             return
         self.usage.cached_tokens += update.cached_tokens
@@ -270,6 +271,8 @@ class EmbeddingJob:
             self._metrics.prompt_looked_up(
                 prompt_tokens=len(request.prompt_token_ids), cached_tokens=update.cached_tokens
             )
+            if stream.queued_s is not None:
+                self._metrics.prompt_ran(queued_s=stream.queued_s, prefill_s=max(0.0, since_s - stream.queued_s))
 
 
 async def embed(

@@ -11,10 +11,12 @@ Event-loop thread only.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from itertools import accumulate
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -26,6 +28,8 @@ from prometheus_client.utils import floatToGoString
 
 from engine.client import EngineLives
 from engine.types import EngineInfo, EngineStats, FinishReason, KvReport, TiersReport
+
+log = logging.getLogger("cellserve.server")
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -66,6 +70,22 @@ class Engine(Protocol):
     def lives(self) -> EngineLives: ...
 
 
+_Told = ParamSpec("_Told")
+
+
+def _harmless(report: Callable[Concatenate[Metrics, _Told], None]) -> Callable[Concatenate[Metrics, _Told], None]:
+    """What goes wrong while it is written down is counted, and never reaches the request that it is about (B35)."""
+
+    @wraps(report)
+    def write(metrics: Metrics, /, *args: _Told.args, **kwargs: _Told.kwargs) -> None:
+        try:
+            report(metrics, *args, **kwargs)
+        except Exception:
+            metrics._write_failed(report.__name__)
+
+    return write
+
+
 class Metrics:
     """Handlers call it once for each thing that happened; a *choice* is one of a prompt's n answers."""
 
@@ -90,6 +110,8 @@ class Metrics:
         self._prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._tokens = _TokenCollector(values)
         self._registry.register(self._tokens)
+        self._errors = counter("cellserve:metrics_errors", "Events that could not be written down.")
+        self._unwritable: set[str] = set()
         self._slow_readers = counter("cellserve:slow_readers_left", "Streams closed because nobody read them.")
         self._choices_started = counter("cellserve:choices_started", "Choices admitted to the engine.")
 
@@ -136,6 +158,7 @@ class Metrics:
 
     # What handlers report.
 
+    @_harmless
     def request_started(self, *, prompt_tokens: int, n: int = 1, max_tokens: int | None = None) -> None:
         """One prompt with its n choices was admitted by the engine. Each of the n must reach `finished` once."""
         self._prompt_tokens.inc(prompt_tokens)
@@ -145,26 +168,31 @@ class Metrics:
         if max_tokens is not None:
             self._request_max.observe(max_tokens)
 
+    @_harmless
     def prompt_looked_up(self, *, prompt_tokens: int, cached_tokens: int) -> None:
         """Once a prompt, when the engine says how much of it was already there."""
         self._prefix_queries.inc(prompt_tokens)
         self._prefix_hits.inc(cached_tokens)
         self._cached_tokens.inc(cached_tokens)
 
+    @_harmless
     def prompt_ran(self, *, queued_s: float, prefill_s: float) -> None:
         """Once a prompt that ran, with its first news: how long it waited, and how long that took from there on."""
         self._queue.observe(queued_s)
         self._prefill.observe(prefill_s)
 
+    @_harmless
     def first_token(self, ttft_s: float) -> None:
         """A choice's first token; counts it."""
         self._tokens.drawn += 1
         self._ttft.observe(ttft_s)
 
+    @_harmless
     def token_gap(self, gap_s: float, tokens: int = 1) -> None:
         """Further tokens of a choice, which came together after gap_s; counts them, an equal share of the gap each."""
         self._tokens.add(gap_s, tokens)
 
+    @_harmless
     def finished(
         self, reason: FinishReason, *, generated_tokens: int, e2e_s: float, decode_s: float | None = None
     ) -> None:
@@ -180,18 +208,28 @@ class Metrics:
             if generated_tokens > 1:
                 self._per_token.observe(decode_s / (generated_tokens - 1))
 
+    @_harmless
     def slow_reader_left(self) -> None:
         """A stream's client took nothing for too long, or fell too far behind; its request is cancelled."""
         self._slow_readers.inc()
 
+    @_harmless
     def rejected(self, reason: str) -> None:
         """A request was refused before it ran; reason is the error's code."""
         self._rejected(reason).inc()
 
+    @_harmless
     def http_answered(self, *, method: str, handler: str, status: int, duration_s: float) -> None:
         """handler: the route's template, never the caller's path, which would be a series a visitor."""
         self._http_requests.labels(method, handler, str(status)).inc()
         self._http_duration.labels(method, handler).observe(duration_s)
+
+    def _write_failed(self, event: str) -> None:
+        """Count it, and say so in the log once for each kind of event."""
+        self._errors.inc()
+        if event not in self._unwritable:
+            self._unwritable.add(event)
+            log.warning("%s could not be written into the metrics", event, exc_info=True)
 
     # What a scrape reads.
 
