@@ -237,6 +237,8 @@ class EventStream(Response):
         frames, take, write = self._frames, self._frames.take, writer.write
 
         def advance() -> None:
+            if stopped.done():
+                return  # what has come since is taken by whoever waits for that
             try:
                 is_ready = True
                 while is_ready and (content := take()):
@@ -244,11 +246,10 @@ class EventStream(Response):
                     self._was_written = True
                     if len(content) < LARGEST_WRITE:
                         break  # that was all
-                if (frames.is_over or not is_ready) and not stopped.done():
+                if frames.is_over or not is_ready:
                     stopped.set_result(None)
             except Exception as error:
-                if not stopped.done():
-                    stopped.set_exception(error)
+                stopped.set_exception(error)
 
         frames.when_news(advance)
         try:
