@@ -178,7 +178,8 @@ def test_what_a_running_server_writes_is_a_volume_or_memory() -> None:
     assert len(caches) == 3
     for folder in (*caches, "/tmp/socket"):
         assert any(folder.startswith(f"{mount}/") for mount in writable), folder
-    named = {mount.split(":")[0] for mount in run_as["volumes"] if not mount.startswith((".", "/"))}
+    mounts = [mount for each in content["services"].values() for mount in each.get("volumes", ())]
+    named = {mount.split(":")[0] for mount in mounts if not mount.startswith((".", "/"))}
     assert named == set(content["volumes"])
 
 
