@@ -7,7 +7,6 @@ change from step to step and a preempted session is simply waiting again.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from engine.errors import ConfigError
 from engine.sessions import Session
+from engine.waiting import WaitingLine
 
 DECODE_HEADROOM_CELLS = 16
 """Left free for each running session when another is admitted: admitting at the last cell would preempt at once."""
@@ -60,18 +60,18 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self._waiting: list[Session] = []  # sorted by (priority, arrival)
+        self._waiting = WaitingLine()
         self._running: list[Session] = []  # in order of admission
         self._rotation: deque[Session] = deque()  # running sessions that still prefill, next to be served first
 
     @property
     def is_empty(self) -> bool:
-        return not (self._waiting or self._running)
+        return not (len(self._waiting) or self._running)
 
     @property
     def num_waiting(self) -> int:
         """Choices that wait, those of unforked stems included."""
-        return sum(session.draws for session in self._waiting)
+        return self._waiting.num_choices
 
     @property
     def num_running(self) -> int:
@@ -81,7 +81,7 @@ class Scheduler:
         return (*self._running, *self._waiting)
 
     def add_waiting(self, session: Session) -> None:
-        insort(self._waiting, session, key=_rank)
+        self._waiting.add(session)
 
     def add_running(self, session: Session) -> None:
         """A session that has a sequence already: a fork."""
@@ -91,7 +91,8 @@ class Scheduler:
 
     def remove(self, session: Session) -> None:
         """Forget a finished session wherever it is."""
-        for place in (self._waiting, self._running, self._rotation):
+        self._waiting.discard(session)
+        for place in (self._running, self._rotation):
             if session in place:
                 place.remove(session)
 
@@ -102,7 +103,7 @@ class Scheduler:
         must_wait: Callable[[Session], bool] = lambda session: False,
         shared_tokens: Callable[[Session], int] = lambda session: 0,
     ) -> Session | None:
-        """The waiting session that may run now: always the first by (priority, arrival) of those that need not wait.
+        """The waiting session that may run now: always the next in line of those that need not wait.
 
         must_wait: a running session is computing what this one begins with; those behind it may run meanwhile.
         shared_tokens: of this session, the tokens whose cells running ones hold anyway.
@@ -124,7 +125,7 @@ class Scheduler:
 
     def admit(self, session: Session) -> None:
         """The executor holds a sequence for it now."""
-        self._waiting.remove(session)
+        self._waiting.take(session)
         self.add_running(session)
 
     def must_preempt(self, free_cells: int) -> bool:

@@ -80,12 +80,14 @@ class GenerateRequest:
     max_new_tokens: int = 16
     """0: no token is drawn; the prompt is still run when prompt_logprobs asks for it."""
     priority: int = 0
-    """Lower runs sooner; equal priorities run in order of arrival."""
+    """Lower runs sooner; in equal ones clients take turns, and each one's requests run in order of arrival."""
     deadline_s: float | None = None
     """Seconds from submission after which the request fails wherever it is."""
     queue_timeout_s: float | None = None
     """Seconds from submission after which the request fails unless it has begun to run."""
     cache_salt: str | None = None
+    client: str = ""
+    """Whose it is: clients of one priority take turns in the queue."""
     pooling: Pooling | None = None
     """Nothing is drawn: the answer is the prompt's embedding. Goes with n = 1 and max_new_tokens = 0."""
 

@@ -45,6 +45,12 @@ class Policy:
         return min((limit for limit in (asked_s, self.request_timeout_s) if limit is not None), default=None)
 
 
+def client_of(request: Request) -> str:
+    """Who takes turns with others in the engine's queue: whoever owns the key, or where there are none the address."""
+    key: str | None = request.state.key
+    return key or (request.client.host if request.client else "")
+
+
 async def admit(
     request: Request, slots: int, tokens: int, answer_id: str, prepare: Callable[[], Awaitable[Generation]]
 ) -> Generation:
@@ -59,7 +65,7 @@ async def admit(
     try:
         generation = await prepare()
         reservation.correct(generation.usage.prompt_tokens)
-        generation.submit(serving.metrics, reservation, arrived_s)
+        generation.submit(serving.metrics, reservation, arrived_s, client_of(request))
     except BaseException:
         reservation.release()
         raise

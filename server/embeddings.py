@@ -88,6 +88,7 @@ async def create_embedding(request: Request, body: EmbeddingBody) -> Response:
         requests = await requests_of(
             body, serving.client, serving.text, request.state.request_hex, answers.Policy.of(serving.settings)
         )
+        requests = [replace(one, client=answers.client_of(request)) for one in requests]
         job = EmbeddingJob(serving.client, requests, places, arrived_s, serving.metrics, reservation)
         reservation.correct(job.usage.prompt_tokens)
         reservation.spend(job.usage.prompt_tokens)

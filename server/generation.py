@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.client import EngineClient, RequestStream
@@ -226,14 +226,16 @@ class Generation:
         metrics: Metrics | None = None,
         reservation: Reservation | None = None,
         arrived_s: float | None = None,
+        client: str = "",
     ) -> None:
         """Hand every prompt to the engine, or none. Raises the engine's RequestRefused; then nothing is owned.
 
-        From here on the generation owns the reservation. arrived_s: time.monotonic() that latencies count from.
+        From here on the generation owns the reservation. arrived_s: time.monotonic() that latencies count from. client:
+        whose turns in the queue they take.
         """
         try:
             for request in self.requests:
-                self._streams.append(self._client.submit(request))
+                self._streams.append(self._client.submit(replace(request, client=client)))
         except CellserveError:
             for stream in self._streams:
                 stream.cancel()

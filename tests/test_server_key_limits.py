@@ -113,3 +113,26 @@ def test_a_key_with_enough_requests_inside_waits_for_one_to_end() -> None:
         executor.release()
         first.join()
         assert post(server, "a").status_code == 200
+
+
+def test_keys_take_turns_in_the_queue() -> None:
+    """One place: behind what runs, the first key's third request waits for the other key's first."""
+    executor = ScriptedExecutor(max_sessions=1)
+    settings = Settings(api_key=("one", "two"), access_log=False)  # type: ignore[arg-type]
+    with live_server(scripted_client(executor, max_num_seqs=1), settings) as server:
+        executor.hold()
+        client = server.app.state.serving.client
+
+        def ask(prompt: int, key: str) -> None:
+            body = {"prompt": [prompt], "max_tokens": 1}
+            httpx.post(server.url + PATH, json=body, headers={"X-Api-Key": key}, timeout=20, trust_env=False)
+
+        threads: list[threading.Thread] = []
+        for prompt, key in ((10, "one"), (20, "one"), (30, "one"), (40, "two")):
+            threads.append(threading.Thread(target=ask, args=(prompt, key)))
+            threads[-1].start()
+            until(lambda: server.call(lambda: client.num_outstanding) == len(threads))
+        executor.release()
+        for thread in threads:
+            thread.join(20)
+    assert [batch.chunks[0].tokens for batch in executor.batches] == [(10,), (20,), (40,), (30,)]
