@@ -16,7 +16,7 @@ import pytest
 from server.settings import Settings
 from support.live_server import LiveServer, live_server, until
 from support.scripted import ScriptedExecutor, from_script, scripted_client
-from support.sse import events, post_stream, strict_json
+from support.sse import post_stream, strict_json
 from support.tiny_tokenizer import TinyTokenizer, write_byte_level
 from support.toy_server import text as toy_text
 from support.toy_server import toy_client, write_toy_tokenizer
@@ -256,13 +256,20 @@ def test_4_8_an_estimate_is_corrected_when_the_prompt_is_tokenised(
 def test_4_8_a_prompt_leaves_the_queue_with_its_first_token_and_its_place_with_the_last(
     server: LiveServer, executor: ScriptedExecutor
 ) -> None:
-    executor.release(2)  # the engine may have taken the first prompt before the second came
-    body = {"prompt": [[5] * 50, [6] * 40], "max_tokens": 9, "stream": True}
-    with server.http.stream("POST", PATH, json=body) as answer:
-        executor.wait_held()
-        until(lambda: books(server) == (2, 0))
-        executor.release()
-        assert len(list(events(answer.iter_lines()))) >= 2
+    executor.hold()
+    chunks: list[Any] = []
+    body = {"prompt": [[5] * 50, [6] * 40], "max_tokens": 9}
+    reader = threading.Thread(target=lambda: chunks.extend(post_stream(server.http, PATH, body)))
+    reader.start()
+    until(lambda: server.call(lambda: server.app.state.serving.client.num_outstanding) == 2)
+    executor.wait_held()
+    assert books(server) == (2, 90)
+    executor.release(2)  # the first step may have begun before the second prompt came
+    executor.wait_held()
+    until(lambda: books(server) == (2, 0))
+    executor.release()
+    reader.join()
+    assert len(chunks) >= 2
     until(lambda: books(server) == (0, 0))
 
 
