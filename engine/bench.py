@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import platform
 import random
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,7 +37,7 @@ from engine.build import build_engine
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import CellserveError
 from engine.loop import EngineLoop
-from engine.types import EngineInfo, GenerateRequest, SamplingParams
+from engine.types import Batch, EngineInfo, GenerateRequest, SamplingParams
 from static_graphs.loading import load_config, locate
 from static_graphs.shapes import SHAPES, write_config
 
@@ -114,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 started_s = time.perf_counter()
                 loop, info = build_engine(_config(args, Path(folder)), lambda text, *_: status.update(text))
                 start_s = time.perf_counter() - started_s
+                gc.collect()
+                gc.freeze()  # as the engine process does
         except CellserveError as error:
             console.print(f"bench: {error}", style="red", markup=False)
             return 2
@@ -190,8 +194,9 @@ def run_workload(loop: EngineLoop, work: Workload, name: str, on_tokens: Callabl
 def measure_idle(loop: EngineLoop, work: Workload, device: str) -> tuple[float, float] | None:
     """(seconds a step for which the device has nothing to do, seconds it works) while every stream decodes. Medians.
 
-    A step launched behind a pause longer than its launch runs without gaps: that is its work. What a step takes in the
-    loop beyond it is idle time. None without a CUDA device.
+    A step launched behind a pause longer than its launch runs without gaps: that is its work. A step whose launch is
+    done before the step ahead of it ends finds the device busy and is followed without a gap; one that comes later was
+    waited for, by what it took beyond its work. None without a CUDA device.
     """
     if not device.startswith("cuda"):
         return None
@@ -200,30 +205,44 @@ def measure_idle(loop: EngineLoop, work: Workload, device: str) -> tuple[float, 
         loop.submit(GenerateRequest(f"idle-{number}", prompt[:64], sampling=greedy, max_new_tokens=3 * IDLE_STEPS + 60))
     for _ in range(60):
         loop.step()  # the prompts
-    period_s = statistics.median(_event_gaps_s(loop, pause_cycles=0))
-    work_s = statistics.median(_event_gaps_s(loop, pause_cycles=PAUSE_CYCLES))
+    work_s = statistics.median(took_s for took_s, _ in _timed_steps(loop, PAUSE_CYCLES))
+    idle_s = [max(took_s - work_s, 0.0) if came_late else 0.0 for took_s, came_late in _timed_steps(loop, 0)]
     while loop.has_work():
         loop.step()
-    return max(period_s - work_s, 0.0), work_s
+    return statistics.median(idle_s), work_s
 
 
-def _event_gaps_s(loop: EngineLoop, pause_cycles: int) -> list[float]:
-    """Seconds of device time of each of IDLE_STEPS turns: from the last one's end, or from the end of a pause."""
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    before.record()
-    for _ in range(IDLE_STEPS):
+def _timed_steps(loop: EngineLoop, pause_cycles: int) -> list[tuple[float, bool]]:
+    """Of IDLE_STEPS steps: seconds from the end of the one ahead, or of a pause, and whether that was over before."""
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    steps: list[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = []
+    ends = [mark()]
+    executor: Any = loop.executor  # whose launches are timed while this lasts
+    launch = executor.launch
+
+    def marked(batch: Batch) -> object:
         if pause_cycles:
-            torch.cuda._sleep(pause_cycles)
-            before = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            before.record()
-        loop.step()
-        after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        after.record()
-        marks.append((before, after))
-        before = after
+            torch.cuda._sleep(pause_cycles)  # type: ignore[no-untyped-call]
+            ends.append(mark())
+        in_flight = launch(batch)
+        came_late = bool(ends[-1].query())  # type: ignore[no-untyped-call]
+        ends.append(mark())
+        steps.append((ends[-2], ends[-1], came_late))
+        return in_flight
+
+    executor.launch = marked
+    try:
+        for _ in range(IDLE_STEPS):
+            loop.step()
+    finally:
+        executor.launch = launch
     torch.cuda.synchronize()
-    return [first.elapsed_time(second) / 1e3 for first, second in marks]
+    return [(first.elapsed_time(second) / 1e3, came_late) for first, second, came_late in steps]
 
 
 def measure_ceilings(info: EngineInfo, device: torch.device, row_counts: Sequence[int]) -> Ceilings:

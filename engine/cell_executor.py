@@ -24,7 +24,7 @@ from engine.pooling import PooledStep
 from engine.raw_steps import Consume, RawStep, RawSteps
 from engine.sampling import Sampled, Sampler
 from engine.slices import run_slice
-from engine.types import Batch, Chunk, ChunkOutput, SamplingParams, StepOutput, TokenLogprobs
+from engine.types import Batch, ChunkOutput, SamplingParams, StepOutput, TokenLogprobs
 from engine.uploads import upload, upload_integers
 from static_graphs.additional import AdditionalMethods
 from static_graphs.forwards import Forwards, Model

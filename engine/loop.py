@@ -100,6 +100,11 @@ class EngineLoop:
 
     # --- what callers ask -------------------------------------------------------------------------------------------
 
+    @property
+    def executor(self) -> Executor[Any]:
+        """For a bench that times its launches."""
+        return self._executor
+
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request that passed `engine.config.check_request`."""
         assert request.request_id not in self._requests

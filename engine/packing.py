@@ -81,13 +81,15 @@ def pack(
         if slot is None:
             refusals[session_id] = f"session {session_id} is not open"
             continue
-        reason = _why_refused(chunk, slot.position, cursors.get(session_id), limits)
+        cursor = cursors.get(session_id)
+        reason = _why_refused(chunk, slot.position, cursor, limits)
         if reason is not None:
             refusals[session_id] = f"session {session_id} {reason}"
             continue
-        if session_id not in cursors and chunk.position < slot.position:
-            rewinds[session_id] = (slot.seq_id, chunk.position)
-        slots[session_id] = slot
+        if cursor is None:
+            slots[session_id] = slot
+            if chunk.position < slot.position:
+                rewinds[session_id] = (slot.seq_id, chunk.position)
         cursors[session_id] = chunk.position + len(chunk.tokens)
     return _lay_out(chunks, slots, rewinds, refusals)
 
@@ -105,8 +107,12 @@ def select_rows(
 
 def _why_refused(chunk: Chunk, held: int, cursor: int | None, limits: PackLimits) -> str | None:
     """held: tokens of the session. cursor: where its previous chunk of the batch ends, None for its first."""
-    tokens = chunk.tokens
-    start, end = chunk.position, chunk.position + len(tokens)
+    tokens, start = chunk.tokens, chunk.position
+    end = start + len(tokens)
+    if len(tokens) == 1 and cursor is None and start == held < limits.max_session_tokens:  # most: one token behind all
+        (token,) = tokens
+        if LAST_TOKEN <= token < limits.vocab_size:
+            return None
     if not tokens:
         return "brings no tokens"
     if end > limits.max_session_tokens:  # ahead of the gap: the steps behind one that was refused for this have both
@@ -140,6 +146,11 @@ def _lay_out(
     pooled: list[int] = []
     pooled_by: list[int] = []
     for (index, chunk), offset, count in zip(packed, starts.tolist(), counts.tolist(), strict=True):
+        if chunk.wanted_rows == "last" and chunk.draws == 1 and chunk.pooling is None:  # most
+            selected.append(offset + count - 1)
+            answers.append(index)
+            draws.append(0)
+            continue
         if chunk.wanted_rows == "all":
             num_targets = count if chunk.following_token >= 0 else count - 1
             selected.extend(range(offset, offset + num_targets))

@@ -8,6 +8,7 @@ Ends with exit code 0 when told to, 1 when it could not go on.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -21,7 +22,9 @@ from types import FrameType
 
 import zmq
 
-from engine.thread import BuildFromConfig, build_from_config, run_engine
+from engine.loop import EngineLoop
+from engine.thread import BuildFromConfig, ProgressCallback, build_from_config, run_engine
+from engine.types import EngineInfo
 from engine.wire import FromEngine, Opener, Sealer, Start, Stop, ToEngine, decode_to_engine
 
 LAST_WORD_MS = 1000
@@ -59,7 +62,14 @@ def main(folder: Path, build: BuildFromConfig = build_from_config) -> int:
         def send(message: FromEngine) -> None:
             post(seal(message))
 
-        return 0 if run_engine(lambda progress: build(start.config, progress), inbox, send) else 1
+        def load(progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
+            engine = build(start.config, progress)
+            # What was loaded stays to the end, and is millions of objects: collections need not walk through them.
+            gc.collect()
+            gc.freeze()
+            return engine
+
+        return 0 if run_engine(load, inbox, send) else 1
 
 
 class _SocketInbox:

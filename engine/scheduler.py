@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.errors import ConfigError
 from engine.sessions import Session
@@ -48,7 +47,8 @@ class SchedulerLimits:
             )
 
 
-class Take(NamedTuple):
+@dataclass(slots=True)  # not frozen: as engine.types.Update
+class Take:
     """`count` tokens of one session."""
 
     session: Session

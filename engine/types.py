@@ -102,7 +102,7 @@ class TokenLogprobs:
     """(token id, logprob), largest first; from the same tensor and rounding as `logprob`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take three times as long to make, and there is one a token; nobody changes one
 class Update:
     """News of one choice. The last one of a choice carries `finish`, and exactly one does."""
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 
 PROMPTS = [(1,), (4, 5, 6), (9, 3, 27, 3, 14, 8, 30), tuple(range(3, 23))]
 NEW_TOKENS = 6
+SIZES = [1 << power for power in range(3, 17)]
 TEXT = [random.Random(1).randrange(32) for _ in range(41)]
 
 
@@ -164,6 +165,9 @@ def test_a_launch_never_waits_for_the_device(device_executor, temperature):
         start, decode = Chunk(first, prompt, 0, "last", 1), Chunk(first, (-1,), len(prompt), "last", 1, is_decode=True)
         batches = [Batch((start,)), Batch((decode, Chunk(second, prompt, 0, "last", 1)))]
         batches.append(Batch((Chunk(second, (-1,), len(prompt), "last", 1, is_decode=True),)))
+        # torch asks the driver for more pinned memory only where all it has is in use, and that call waits.
+        spare = [torch.empty(bytes_, dtype=torch.uint8, pin_memory=True) for bytes_ in SIZES for _ in range(40)]
+        del spare
         torch.cuda.synchronize()
         if is_busy:
             torch.cuda._sleep(4_000_000_000)  # about two seconds
