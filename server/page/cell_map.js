@@ -5,6 +5,7 @@ import { $, canvas, count, hint, unhint } from "./dom.js";
 
 const [FREE, KEPT, CLAIMED, FIRST_SESSION, SHARED] = [0, 1, 2, 3, 0x8000];
 const LARGEST_CELL = 18;
+const TALLEST = 300;
 
 export class CellMap {
   constructor() {
@@ -29,13 +30,15 @@ export class CellMap {
 
   draw() {
     if (this.frame === null) return;
+    const { codes, shown, sessions } = this.frame;
+    const wide = $("map").clientWidth;
+    const step = pitch(wide, TALLEST, shown);
+    const columns = Math.max(1, Math.floor((wide + gap(step)) / step));
+    const side = step - gap(step);
+    $("map").style.height = `${Math.ceil(Math.ceil(shown / columns) * step - gap(step))}px`;
     const made = canvas($("map"));
     if (made === null) return;
-    const { context, width, height } = made;
-    const { codes, shown, sessions } = this.frame;
-    const step = pitch(width, height, shown);
-    const columns = Math.max(1, Math.floor((width + gap(step)) / step));
-    const side = step - gap(step);
+    const { context } = made;
     this.layout = { step, columns };
     const theme = themed();
     const colours = sessions.map((session) => ofSession(session[0]));

@@ -56,7 +56,7 @@ function line() {
 const rowsOf = (step) => step.forwards.reduce((sum, [, , width]) => sum + width, 0);
 
 function methodsOf(step) {
-  const names = step.forwards.map(([name]) => name.replace("forward_", ""));
+  const names = step.forwards.map(([name]) => name);
   return names.length > 2 ? `${names[0]} +${names.length - 1}` : names.join(" + ");
 }
 
@@ -109,8 +109,7 @@ function hatch(context, x, width, height, theme) {
   context.rect(x, 0, width, height);
   context.clip();
   context.strokeStyle = theme.faint;
-  context.globalAlpha = 0.75;
-  context.lineWidth = 1;
+  context.lineWidth = 1.1;
   context.beginPath();
   for (let at = x - height; at < x + width; at += 4) {
     context.moveTo(at, height);
