@@ -144,6 +144,40 @@ def test_4_2_results_do_not_depend_on_the_order_of_prompts(server: LiveServer) -
     assert [choice["text"] for choice in one[2:]] == [choice["text"] for choice in other[:2]]
 
 
+# --- fields that only the engine obeys
+
+
+def test_1_3_a_request_of_lower_priority_runs_sooner(executor: ScriptedExecutor, tiny: TinyTokenizer) -> None:
+    executor.hold()
+    with live_server(client_of(executor, tiny, max_num_seqs=1), SMALL) as server:
+        threads = []
+        for prompt, priority in ((5, 0), (6, 5), (7, None), (8, -5)):
+            body = {"prompt": [[prompt] * 3], "max_tokens": 1, "priority": priority}
+            threads.append(threading.Thread(target=complete, args=(server,), kwargs=body))
+            threads[-1].start()
+            until(lambda: server.call(lambda: server.app.state.serving.client.num_outstanding) == len(threads))
+            if prompt == 5:
+                executor.wait_held()
+        executor.release()
+        for thread in threads:
+            thread.join()
+    assert [batch.chunks[0].tokens[0] for batch in executor.batches] == [5, 8, 7, 6]
+
+
+def test_1_9_a_salt_finds_nothing_of_another(server: LiveServer) -> None:
+    def cached(salt: str | None, path: str = PATH) -> int:
+        body: dict[str, Any] = {"prompt": [list(range(20))], "max_tokens": 1}
+        if path == CHAT:
+            body = {"messages": [{"role": "user", "content": "hello hello"}], "max_tokens": 1}
+        answer = server.http.post(path, json=body | {"cache_salt": salt})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(salt) for salt in ("a", "b", None)] == [0, 0, 0]
+    assert [cached(salt) for salt in ("a", "b", None)] == [19, 19, 19]
+    assert [cached(salt, CHAT) > 0 for salt in ("a", "b", "a")] == [False, False, True]
+
+
 # --- 4.4 ends
 
 
