@@ -22,6 +22,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from engine.client import EngineClient, RequestStream
+from engine import logs
 from engine.types import EngineInfo, FinishReason, GenerateRequest, SamplingParams, Update
 from server import answers, errors, schemas
 from server.admission import Reservation
@@ -86,7 +87,12 @@ async def create_embedding(request: Request, body: EmbeddingBody) -> Response:
     data: list[bytes] = [b""] * len(body.input)
     with reservation:
         requests = await requests_of(
-            body, serving.client, serving.text, request.state.request_hex, answers.Policy.of(serving.settings)
+            body,
+            serving.client,
+            serving.text,
+            request.state.request_hex,
+            answers.Policy.of(serving.settings),
+            answers.client_of(request),
         )
         requests = [replace(one, client=answers.client_of(request)) for one in requests]
         job = EmbeddingJob(serving.client, requests, places, arrived_s, serving.metrics, reservation)
@@ -138,8 +144,9 @@ async def requests_of(
     text: Text,
     request_hex: str,
     policy: answers.Policy = answers.Policy(),  # noqa: B008 - frozen
+    whose: str = "",
 ) -> list[GenerateRequest]:
-    """One an input, all of them checked, none submitted. Raises ApiError 400. request_hex: unique."""
+    """One an input, all of them checked, none submitted. Raises ApiError 400. request_hex: unique. whose: a client."""
     info = client.info
     prompts = await text.encode_prompts(
         body.input,
@@ -168,6 +175,8 @@ async def requests_of(
             deadline_s=policy.deadline_s(body.timeout),
             queue_timeout_s=policy.queue_timeout_s,
             cache_salt=body.cache_salt,
+            logged_as=logs.request_id.get(),
+            client=whose,
             pooling=info.pooling,
         )
         for number, token_ids in enumerate(prompts)
