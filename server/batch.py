@@ -28,7 +28,7 @@ from engine.errors import ConfigError
 from server.app import create_app
 from server.settings import Settings
 
-ROUTES = ("/v1/completions", "/v1/chat/completions")
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 _NOT_NOW = (429, 503)
 _LONGEST_WAIT_S = 30.0

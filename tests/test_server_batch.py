@@ -56,6 +56,13 @@ def test_a_running_server_answers_the_same(tmp_path: Path) -> None:
     assert records["a"]["error"] is None
 
 
+def test_inputs_are_embedded_too(tmp_path: Path) -> None:
+    lines = [entry(str(i), "/v1/embeddings", input=[[5, i], [i]]) for i in range(9)]
+    code, records = answered(tmp_path, *lines, client=scripted_client())
+    assert code == 0
+    assert all(len(record["response"]["body"]["data"]) == 2 for record in records.values())
+
+
 def test_a_full_server_is_asked_again_until_it_has_room(tmp_path: Path) -> None:
     client = scripted_client(max_num_seqs=1, max_waiting=0)
     code, records = answered(tmp_path, *(entry(str(i), prompt=[5]) for i in range(3)), client=client, streams=2)
