@@ -142,8 +142,9 @@ def workload(args: argparse.Namespace, vocab_size: int) -> Workload:
 
 
 def ablations(args: argparse.Namespace) -> str:
-    """What was switched off, as a figure's case says it."""
-    return "".join(f" {flag}" for flag, is_on in _flags(args).items() if is_on)
+    """What is not as a server has it by default, as a figure's case says it."""
+    mixed = f" --mixed {args.mixed}" if args.mixed else ""
+    return mixed + "".join(f" {flag}" for flag, is_on in _flags(args).items() if is_on)
 
 
 def fixed(
@@ -369,6 +370,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", type=int, default=128, help="prompt tokens of each (default: 128)")
     parser.add_argument("--output", type=int, default=64, help="new tokens of each; 1 measures prefill (default: 64)")
     parser.add_argument("--prefix", type=int, default=0, help="of the prompt tokens, those that all share (default: 0)")
+    parser.add_argument(
+        "--mixed", type=int, help="tokens of a step beside decodes (--max-num-mixed-tokens)"
+    )
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts (default: 3)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument(
@@ -391,6 +395,7 @@ def _config(args: argparse.Namespace, folder: Path) -> EngineConfig:
         device=args.device,
         dtype=args.dtype or ("bfloat16" if args.shape else "float32"),
         max_num_seqs=_streams(args),
+        max_num_mixed_tokens=args.mixed,
         enforce_eager=args.enforce_eager,
         overlap=not args.no_overlap,
         prefix_cache=not args.no_prefix_cache,

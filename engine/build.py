@@ -148,12 +148,20 @@ def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, i
     budget, beside_decodes, chunk = prefill
     budget = config.max_num_batched_tokens or max(budget, 2 * widths[-1])
     chunk = min(chunk, budget)
-    return SchedulerLimits(
-        max_num_seqs=config.num_seqs,
-        prefill_budget=budget,
-        mixed_budget=max(widths[-1], min(beside_decodes, budget), config.num_seqs + chunk),
-        prefill_chunk=chunk,
-    )
+    mixed = max(widths[-1], min(beside_decodes, budget), config.num_seqs + chunk)
+    if config.max_num_mixed_tokens is not None:
+        mixed = config.max_num_mixed_tokens
+        chunk = min(chunk, max(mixed - config.num_seqs, 1))
+        if mixed <= config.num_seqs:
+            raise ConfigError(
+                f"max_num_mixed_tokens is {mixed}: a step must have room for {config.num_seqs} decodes "
+                f"(max_num_seqs) and a prompt's token, so give at least {config.num_seqs + 1}"
+            )
+        if mixed > max(budget, config.num_seqs + chunk):
+            raise ConfigError(
+                f"max_num_mixed_tokens is {mixed}, but a step takes at most {budget} tokens (max_num_batched_tokens)"
+            )
+    return SchedulerLimits(max_num_seqs=config.num_seqs, prefill_budget=budget, mixed_budget=mixed, prefill_chunk=chunk)
 
 
 def _device(name: str) -> torch.device:

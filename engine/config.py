@@ -44,6 +44,9 @@ class EngineConfig:
     """None: 256, or 1 with the single cache."""
     max_num_batched_tokens: int | None = None
     """Tokens of a step while nothing decodes (D10's prefill budget)."""
+    max_num_mixed_tokens: int | None = None
+    """Tokens of a step in which something decodes. Few keep inter-token latency even while prompts arrive, many end a
+    batch sooner. None: the widest captured step; at most max_num_batched_tokens."""
     max_waiting: int = 256
     """Requests beyond max_num_seqs that may queue before a 429."""
     kv_cells: int | None = None
@@ -78,7 +81,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model is empty: give a folder or a hub id")
-        for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "kv_cells"):
+        for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_num_mixed_tokens", "kv_cells"):
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 2 if name == "kv_cells" else 1)

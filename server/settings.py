@@ -182,6 +182,15 @@ class Settings(BaseSettings):
         Field(ge=1, description="tokens of a step while nothing decodes"),
         Option("scheduling", "engine/build.py", "tokens"),
     ] = None
+    max_num_mixed_tokens: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="tokens of a step in which something decodes: few keep inter-token latency, many end a batch "
+            "sooner (not given: the widest captured step)",
+        ),
+        Option("scheduling", "engine/build.py", "tokens"),
+    ] = None
     widths: Annotated[
         Widths,
         Field(description="rows of the forward methods, ascending: 1,2,4,8"),
@@ -418,6 +427,7 @@ class Settings(BaseSettings):
             cache=self.cache,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_mixed_tokens=self.max_num_mixed_tokens,
             max_waiting=self.max_waiting,
             kv_cells=self.kv_cells,
             kv_cache_gib=self.kv_cache_gib,

@@ -434,6 +434,9 @@ def test_prompt_logprobs_equal_those_of_a_plain_forward(model):
         ({"kv_cells": 10, "widths": (4, 16)}, "widths go up to 16 rows, but the K/V pool has 10 cells"),
         ({"kv_cells": 10**14}, "capacity_cells is 100000000000000: at most 2147483646 can be addressed"),
         ({"max_num_batched_tokens": 1, "max_num_seqs": 4, "widths": (1, 2, 4)}, None),
+        ({"max_num_mixed_tokens": 4}, "max_num_mixed_tokens is 4: a step must have room for 4 decodes .* at least 5"),
+        ({"max_num_mixed_tokens": 5}, None),
+        ({"max_num_mixed_tokens": 99, "max_num_batched_tokens": 32}, "is 99, but a step takes at most 32 tokens"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(model, options, words):
