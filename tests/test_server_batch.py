@@ -75,7 +75,7 @@ def test_a_line_that_cannot_be_answered_says_so_and_the_others_go_on(tmp_path: P
         "{",
         "",
         entry("bad", prompt=[]),
-        entry("elsewhere", url="/v1/embeddings"),
+        entry("elsewhere", url="/v1/responses"),
         entry("stream", prompt=[5], stream=True),
         {"custom_id": "bodiless", "url": COMPLETIONS},
         entry("good", prompt=[5]),
