@@ -1,4 +1,4 @@
-"""The model's chat template: messages in, the prompt's text out. Owns the jinja2 sandbox.
+"""The model's chat template: messages in, the prompt's text out. It runs in server/template_sandbox.py.
 
 Follows transformers' conventions, which templates are written against: `raise_exception`, `strftime_now`, a `tojson`
 that does not escape HTML, `break` and `continue`, the `generation` block, blocks trimmed of their line.
@@ -20,15 +20,17 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server import errors
+from server.template_sandbox import Sandbox, bounded, check_size, time_limit
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Unicode noncharacters: no text may interchange them, so they are dropped from the conversation."""
 
 _LONGEST_MESSAGE = 200
 """Characters of a template's own error that a client is told."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Python's own errors may name an object by where it lies."""
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"})
 """What chat_template_kwargs may not replace."""
@@ -50,7 +52,10 @@ class ChatTemplate:
         written = "\0".join(_literals(environment.parse(source)))
         control = [token for token, is_special in added_tokens.items() if is_special or token in written]
         longest_first = sorted((token for token in control if len(token) > 1), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        spelled = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._control = re.compile(spelled)
+        # A marked token in a value that the template wrote down as Python or JSON does, instead of its text.
+        self._escaped = re.compile(rf"\\ufdd0({spelled})\\ufdd1")
 
     def render(
         self,
@@ -71,7 +76,7 @@ class ChatTemplate:
                 f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", "chat_template_kwargs"
             )
         try:
-            return self._template.render(
+            rendered = self._rendered(
                 **self._special_tokens,
                 messages=[
                     {key: value if key == "role" else self._mark(value) for key, value in message.items()}
@@ -84,8 +89,19 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             # Not only template errors: a template that indexes what a message lacks raises Python's own.
-            text = " ".join(str(error).split())[:_LONGEST_MESSAGE] or type(error).__name__
+            text = _ADDRESS.sub("", " ".join(str(error).split()))[:_LONGEST_MESSAGE] or type(error).__name__
             raise errors.invalid_value(f"the chat template refuses these messages: {text}", "messages") from error
+        return self._escaped.sub(rf"{_OPEN}\1{_CLOSE}", rendered)
+
+    def _rendered(self, **variables: Any) -> str:
+        written: list[str] = []
+        size = 0
+        with time_limit():
+            for part in self._template.generate(**variables):
+                written.append(part)
+                size += len(part)
+                check_size(size)
+        return "".join(written)
 
     def pieces(self, rendered: str) -> Iterator[str]:
         """The prompt cut so that no control token of the conversation is in one piece; joined, it is the whole text.
@@ -143,11 +159,9 @@ class _Generation(Extension):
         return str(caller())
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
+def _environment() -> Sandbox:
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = bounded("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
