@@ -461,6 +461,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"logits_processors": ([],), "no_stop_trim": (False,), "repetition_detection": (), "kv_transfer_params": ({},)},
     **{"typical_p": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,), "xtc_probability": (0,)},
     **{"dry_multiplier": (0,), "dynatemp_range": (0,), "vllm_xargs": ({},), "custom_logit_processor": ()},
+    **{"logprob_token_ids": ([],), "thinking_token_budget": (-1,), "watermarking": (False,), "stream_interval": (1,)},
+    **{"routed_experts_prompt_start": (0,), "return_token_offsets": (False,), "ec_transfer_params": ({},)},
 }
 
 _SUCCESSORS = {
@@ -480,6 +482,7 @@ _NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
         "continue_final_message": (False,),
     },
     **{"mm_processor_kwargs": ({},), "echo": (False,), "best_of": (1,), "include_reasoning": (True, False)},
+    **{"return_prompt_text": (False,), "media_io_kwargs": ({},)},
 }
 
 
