@@ -34,7 +34,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from engine.config import EngineConfig
@@ -209,12 +209,12 @@ class Faults:
         row = fault.row % len(chunks)
         match fault.point:
             case "row.raise":
-                chunks[row] = replace(chunks[row], error="a fault of the row")
+                chunks[row] = chunks[row]._replace(error="a fault of the row")
             case "row.nan":
-                chunks[row] = replace(chunks[row], error="a fault of the row", error_code="not_finite")
+                chunks[row] = chunks[row]._replace(error="a fault of the row", error_code="not_finite")
             case "row.bad_id":
-                chunks[row] = replace(chunks[row], token_ids=tuple(_BAD_ID for _ in chunks[row].token_ids))
-        return replace(output, chunks=tuple(chunks))
+                chunks[row] = chunks[row]._replace(token_ids=tuple(_BAD_ID for _ in chunks[row].token_ids))
+        return StepOutput(tuple(chunks))
 
     def _opening(self, open_session: Callable[..., Any], params: Any, **fields: Any) -> Any:
         if self.due("open.raise"):

@@ -75,7 +75,7 @@ def ref(model: ToyDecoder) -> dict[str, list[int]]:
 MOMENTS = (0, 3, 9)
 
 
-STEPS = [*MOMENTS, *(pytest.param(step, marks=pytest.mark.full) for step in range(20) if step not in MOMENTS)]
+STEPS = [*MOMENTS, *(pytest.param(step, marks=pytest.mark.full) for step in range(13) if step not in MOMENTS)]
 """Steps that pass before the fault: a few, and with --full all there are."""
 
 

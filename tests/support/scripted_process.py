@@ -12,18 +12,24 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.loop import EngineLoop
 from engine.process import main
-from engine.types import EngineInfo
-from support.scripted import ScriptedExecutor, scripted_info, scripted_loop
+from engine.types import EngineInfo, StepOutput
+from support.letters import next_letter
+from support.scripted import ScriptedExecutor, ScriptedInFlight, scripted_info, scripted_loop
+from support.tiny_tokenizer import write_byte_level
 
 LONGEST = 100_000
 """Positions of the model and cells of its pool: a request that asks for nearly as many runs until it is cancelled."""
+
+PACE_S = 0.003
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -32,11 +38,18 @@ def build(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop,
     if config.model in ("plain", "load-for-ever"):  # the others may be killed, and would leave it
         _keep_a_folder()
     progress("reading the script", 1, 2)
-    executor = ScriptedExecutor(cells=LONGEST)
+    cells = config.kv_cells or LONGEST
+    executor = ScriptedExecutor(cells=cells, max_sessions=max(64, config.num_seqs), max_session_tokens=LONGEST)
     SCENES[config.model](executor)
     info = scripted_info(
-        max_num_seqs=config.num_seqs, max_waiting=config.max_waiting, max_model_len=LONGEST, kv_cells=LONGEST
+        max_num_seqs=config.num_seqs, max_waiting=config.max_waiting, max_model_len=min(LONGEST, cells), kv_cells=cells
     )
+    if config.model.startswith("letters"):
+        folder = Path(tempfile.mkdtemp(prefix="cellserve-scripted-"))
+        atexit.register(shutil.rmtree, folder)
+        tiny = write_byte_level(folder)
+        changes = {"tokenizer_dir": str(folder), "vocab_size": tiny.vocab_size, "eos_token_ids": (tiny.eos_id,)}
+        info = replace(info, **changes)
     return scripted_loop(executor, info), info
 
 
@@ -89,6 +102,27 @@ def _hang_once(executor: ScriptedExecutor) -> None:
         _hang(executor)
 
 
+def _letters(executor: ScriptedExecutor) -> None:
+    executor.answer = next_letter
+    executor.keeps_batches = False
+
+
+def _slow_letters(executor: ScriptedExecutor) -> None:
+    """Steps of a few milliseconds, so that something can happen in the middle of an answer."""
+    _letters(executor)
+    collect = executor.collect
+
+    def paced(in_flight: ScriptedInFlight) -> StepOutput:
+        time.sleep(PACE_S)
+        return collect(in_flight)
+
+    executor.collect = paced  # type: ignore[method-assign]
+
+
+def _out_of_memory(executor: ScriptedExecutor) -> None:
+    raise MemoryError("CUDA out of memory while capturing forward_64")
+
+
 def _die_in_every_step(executor: ScriptedExecutor) -> None:
     def answer(prompt: tuple[int, ...], generated: tuple[int, ...], seed: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -107,6 +141,9 @@ SCENES: dict[str, Callable[[ScriptedExecutor], None]] = {
     "hang-once": _hang_once,
     "break": _break,
     "die-in-every-step": _die_in_every_step,
+    "letters": _letters,
+    "letters-slow": _slow_letters,
+    "out-of-memory": _out_of_memory,
     "vanish": _vanish,
 }
 

@@ -30,6 +30,9 @@ from server.settings import Settings
 from support.live_server import TIMEOUT_S
 from support.scripted import ScriptedExecutor, scripted_info, scripted_loop
 
+IN_A_PROCESS = ("load-for-ever", "die-in-every-step", "letters", "letters-slow", "out-of-memory")
+"""Models whose engine has a process of its own: scenes of support/scripted_process.py."""
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,8 +45,8 @@ def child_environment() -> dict[str, str]:
 class ServerProcess:
     """Leaving the block kills it, if it has not ended by then."""
 
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "support.scripted_server", "--port", "0", *options]
+    def __init__(self, *options: str, module: str = "support.scripted_server") -> None:
+        command = [sys.executable, "-m", module, "--port", "0", *options]
         self.process = subprocess.Popen(
             command,
             env=child_environment(),
@@ -125,7 +128,7 @@ def main() -> int:
 
 
 def _client(options: Settings) -> EngineClient:
-    if options.model in ("load-for-ever", "die-in-every-step"):
+    if options.model in IN_A_PROCESS:
         return ProcessClient(options.to_engine_config(), module="support.scripted_process")
     executor = ScriptedExecutor(max_sessions=128)
 
