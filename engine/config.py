@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import ConfigError, RequestTooLarge, RequestTooLong
+from engine.logs import LogFormat
 from engine.types import EngineInfo, GenerateRequest
 
 DEFAULT_MODEL = "default"
@@ -75,6 +76,8 @@ class EngineConfig:
     kv_chunk_tokens: int = 64
     """Tokens that tiers keep together; doubled until they are 1 MiB."""
 
+    log_format: LogFormat = "text"
+    """How the engine's process writes its log; one in the server's process writes as that does."""
     test_faults: bool = False
     """Whether it can be told to fail: for tests."""
 

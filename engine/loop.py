@@ -6,6 +6,7 @@ token the host has not seen is its place, never its value. Knows no text, no HTT
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import time
@@ -50,6 +51,8 @@ _MEASURED_TOKENS = 4096
 """From that many prompt tokens on, their part of the time of all steps tells what one takes, decodes included."""
 _TIER_WAIT_S = 0.002
 """How long a turn that can run nothing waits for a prefix from a tier."""
+
+_log = logging.getLogger(__name__)
 
 
 class Preparing(Protocol):
@@ -452,6 +455,9 @@ class EngineLoop:
         code: ErrorCode | None = None,
     ) -> None:
         """Release the session and report its end, for each choice that it still stands for."""
+        if finish == "failed":
+            name = session.request.logged_as or session.request.request_id
+            _log.warning("choice %d failed (%s): %s", session.index, code, error, extra={"request_id": name})
         session.finished = finish
         self._prefixes.close(session, keep=code not in ("step_failed", "not_finite"))
         self._prefixes.forget(session)

@@ -22,6 +22,7 @@ from types import FrameType
 
 import zmq
 
+from engine import logs
 from engine.loop import EngineLoop
 from engine.thread import BuildFromConfig, ProgressCallback, build_from_config, run_engine
 from engine.types import EngineInfo
@@ -51,6 +52,7 @@ def main(folder: Path, build: BuildFromConfig = build_from_config) -> int:
         inbox = _SocketInbox(receiver)
         signal.signal(signal.SIGTERM, inbox.stop_when_idle)
         start = inbox.take_first()
+        logs.configure(start.config.log_format, "engine")
         seal = Sealer().seal
         post: Callable[[bytes], object] = sender.send
         if start.config.test_faults:

@@ -86,6 +86,8 @@ class GenerateRequest:
     queue_timeout_s: float | None = None
     """Seconds from submission after which the request fails unless it has begun to run."""
     cache_salt: str | None = None
+    logged_as: str | None = None
+    """Its caller's name of it, the X-Request-Id: for lines of the log, and need not be unique."""
     client: str = ""
     """Whose it is: clients of one priority take turns in the queue."""
     pooling: Pooling | None = None

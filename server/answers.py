@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from engine import logs
 from engine.types import EngineInfo, GenerateRequest, SamplingParams
 from server import schemas
 from server.errors import ApiError
@@ -104,6 +105,7 @@ def engine_requests(
             deadline_s=policy.deadline_s(body.timeout),
             queue_timeout_s=policy.queue_timeout_s,
             cache_salt=body.cache_salt,
+            logged_as=logs.request_id.get(),
         )
         for number, token_ids in enumerate(prompts)
     ]

@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from engine.client import EngineClient, RequestStream
 from engine import logs
+from engine.client import EngineClient, RequestStream
 from engine.types import EngineInfo, FinishReason, GenerateRequest, SamplingParams, Update
 from server import answers, errors, schemas
 from server.admission import Reservation

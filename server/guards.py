@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine import logs
 from server import errors
 from server.errors import ApiError
 from server.metrics import Metrics
@@ -76,6 +77,8 @@ class Trace:
         request_hex = uuid.uuid4().hex
         asked = Headers(scope=scope).get("x-request-id", "")
         request_id = asked if _SANE_REQUEST_ID.fullmatch(asked) else f"req-{request_hex}"
+        # This task's alone, and that of the tasks it starts.
+        logs.request_id.set(request_id)
         scope.setdefault("state", {}).update(request_id=request_id, request_hex=request_hex, key=None)
         answer = _Answer()
 
@@ -118,7 +121,15 @@ class Trace:
             # The raw path is still percent-encoded: a line break in it cannot forge a line of the log.
             path = scope.get("raw_path", b"").partition(b"?")[0].decode("latin-1")
             line = "%s %s %s %d %.3fs %s"
-            _access.info(line, host, scope["method"], path, status, duration_s, request_id)
+            fields = {
+                "client": host,
+                "method": scope["method"],
+                "path": path,
+                "status": status,
+                "duration_s": round(duration_s, 6),
+            }
+            about = {"request_id": request_id, "fields": fields}
+            _access.info(line, host, scope["method"], path, status, duration_s, request_id, extra=about)
 
 
 @dataclass

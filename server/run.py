@@ -12,7 +12,6 @@ import logging
 import os
 import shlex
 import socket
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
@@ -21,6 +20,7 @@ import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp
 
+from engine import logs
 from engine.client import EngineClient
 from engine.errors import CellserveError, ConfigError
 from engine.types import EngineInfo
@@ -48,7 +48,7 @@ _BACKLOG = 2048
 
 def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> int:
     """Serve until a signal or a failed start, and return the exit code. `listener` comes from `listen`."""
-    configure_logging()
+    logs.configure(settings.log_format, "api")
     app = create_app(client, settings)
     server = Server(uvicorn_config(app, settings), app.state.lifecycle, settings, listener)
     try:
@@ -130,13 +130,6 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def configure_logging() -> None:
-    """Everything to stderr, one line each; stdout holds only what was asked for."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-
-
 class Server(uvicorn.Server):
     """uvicorn, but a signal drains first, while the socket still answers with 503."""
 
@@ -177,7 +170,7 @@ class Server(uvicorn.Server):
 
     async def _drain_and_stop(self, timeout_s: float) -> None:
         if timeout_s:
-            print(f"cellserve: stopping; requests have {timeout_s:g} s to finish", file=sys.stderr, flush=True)
+            logs.tell(f"stopping; requests have {timeout_s:g} s to finish")
         await self._lifecycle.drain(timeout_s)
         self.should_exit = True
 
@@ -187,7 +180,7 @@ class Server(uvicorn.Server):
             info = await self._lifecycle.wait_loaded()
         except CellserveError as error:
             if self._drain is None:  # else the load failed because it was told to stop
-                print(f"cellserve: {error}", file=sys.stderr, flush=True)
+                logs.tell(str(error), logging.ERROR)
                 self.exit_code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_MODEL
                 self.should_exit = True
             return
@@ -196,7 +189,7 @@ class Server(uvicorn.Server):
             await asyncio.wait([telling])
         print(ready_line(self._url, info, self._settings), flush=True)
         end = await self._lifecycle.wait_given_up()
-        print(f"cellserve: {end}", file=sys.stderr, flush=True)
+        logs.tell(str(end), logging.ERROR)
         self.exit_code = EXIT_ENGINE
         self.should_exit = True
 
@@ -226,7 +219,7 @@ def ready_line(url: str, info: EngineInfo, settings: Settings) -> str:
 
 async def _tell(progress: AsyncIterator[Progress]) -> None:
     """Each step of a start once on stderr: a line that changes on a terminal, else a line each. Until cancelled."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_terminal=False if logs.is_json() else None)
     with console.status("starting", spinner="line") as status:
         said = ""
         async for news in progress:
@@ -235,7 +228,7 @@ async def _tell(progress: AsyncIterator[Progress]) -> None:
             line = _progress_line(news)
             status.update(line)
             if line != said and not console.is_terminal:
-                console.print(f"cellserve: {line}", markup=False, highlight=False, soft_wrap=True)
+                logs.tell(line)
             said = line
 
 

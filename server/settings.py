@@ -30,6 +30,7 @@ from engine.config import (
     PoolingChoice,
 )
 from engine.errors import ConfigError
+from engine.logs import LogFormat
 from server.key_limits import KeyLimits
 from server.lifecycle import Patience
 
@@ -238,6 +239,11 @@ class Settings(BaseSettings):
         Field(description="show a page with a playground and the engine's life at /; it brings no key and needs none"),
         Option("API", "server/web_page.py"),
     ] = True
+    log_format: Annotated[
+        LogFormat,
+        Field(description="lines of the log on stderr; json: an object a line"),
+        Option("API", "engine/logs.py"),
+    ] = "text"
     uds: Annotated[
         Path | None,
         Field(description="listen on a Unix socket at this path instead of an address"),
@@ -419,6 +425,7 @@ class Settings(BaseSettings):
         """The engine's part. Raises ConfigError for options that do not go together."""
         return EngineConfig(
             model=self.model,
+            log_format=self.log_format,
             device=self.device,
             dtype=self.dtype,
             load_format=self.load_format,

@@ -22,7 +22,7 @@ PACKAGES = ("server", "engine", "cache", "static_graphs")
 ARROWS = {
     "server": [
         "server.*",
-        *(f"engine.{module}" for module in ("types", "errors", "config", "client", "metrics", "view")),
+        *(f"engine.{module}" for module in ("types", "errors", "config", "client", "metrics", "view", "logs")),
     ],
     "engine": ["engine.*", "static_graphs.*", "cache.*"],
     "static_graphs": ["static_graphs.*", "cache.*"],
