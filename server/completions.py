@@ -15,6 +15,7 @@ from engine.client import EngineClient
 from engine.types import EngineInfo, TokenLogprobs
 from server import answers, logprobs, schemas, structured
 from server.bodies import JsonRoute
+from server.fields import RawPrompt
 from server.generation import Choice, Generation, News
 from server.schemas import DEFAULT_MAX_TOKENS, CompletionBody
 from server.serving import Serving
@@ -84,9 +85,7 @@ class Prompt:
         return [detokenizer.push(token_id) for token_id in self.token_ids]
 
 
-async def encode(
-    prompts: Sequence[schemas.RawPrompt], body: CompletionBody, text: Text, info: EngineInfo
-) -> list[Prompt]:
+async def encode(prompts: Sequence[RawPrompt], body: CompletionBody, text: Text, info: EngineInfo) -> list[Prompt]:
     """Raises ApiError 400 for text that cannot be a prompt of this model."""
     encoded = await text.encode_prompts(
         prompts,

@@ -27,10 +27,10 @@ from engine.types import EngineInfo, FinishReason, GenerateRequest, SamplingPara
 from server import answers, errors, schemas
 from server.admission import Reservation
 from server.bodies import JsonRoute
+from server.fields import Prompts, Truncation
 from server.generation import Usage
 from server.guards import CLIENT_GONE
 from server.metrics import Metrics
-from server.schemas import Prompts, Truncation
 from server.serving import Serving
 from server.streams import ClientGone, unless_gone
 from server.text import Text

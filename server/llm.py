@@ -24,9 +24,10 @@ from engine.client import EngineClient, InProcessClient
 from engine.config import EngineConfig
 from engine.errors import CellserveError
 from engine.types import EngineInfo, TokenLogprobs
-from server import completions, embeddings, errors, schemas, structured
+from server import completions, embeddings, errors, extra_fields, structured
 from server.embeddings import EmbeddingBody
 from server.errors import ApiError
+from server.fields import RawPrompt
 from server.generation import Choice
 from server.schemas import CompletionBody
 from server.text import Text
@@ -160,7 +161,7 @@ class LLM:
         capacity = self.info.max_num_seqs + self.info.max_waiting
         places = asyncio.Semaphore(max(1, capacity // body.draws))
 
-        async def one(raw: schemas.RawPrompt) -> Completion:
+        async def one(raw: RawPrompt) -> Completion:
             async with places:
                 return await self._complete(raw, body)
 
@@ -181,7 +182,7 @@ class LLM:
             for raw, request, vector in zip(body.input, requests, vectors, strict=True)
         ]
 
-    async def _complete(self, raw: schemas.RawPrompt, body: CompletionBody) -> Completion:
+    async def _complete(self, raw: RawPrompt, body: CompletionBody) -> Completion:
         await structured.check(body.form, self._client)
         (prompt,) = await completions.encode([raw], body, self._text, self.info)
         generation = completions.generation_of(body, self._client, self._text, [prompt], uuid.uuid4().hex)
@@ -200,7 +201,7 @@ def _checked(kind: type[_Body], fields: dict[str, Any]) -> _Body:
     """Raises ValueError naming the field."""
     try:
         body = kind.model_validate(fields)
-        unknown = schemas.check_extra_fields(body)
+        unknown = extra_fields.check(body)
     except ValidationError as error:
         raise ValueError(errors.from_validation(error.errors(), fields).message) from error
     except ApiError as error:

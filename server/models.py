@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 
 from engine.types import EngineInfo
 from server import embeddings, errors, schemas
+from server.fields import MAX_LOGPROBS
 from server.serving import Serving
 
 router = APIRouter(tags=["models"])
@@ -104,7 +105,7 @@ def _card(serving: Serving, name: str) -> dict[str, Any]:
         "defaults_of_model": sorted(name for name, value in asdict(info.defaults).items() if value is not None),
         "limits": {
             "n": 1 if info.is_single else info.max_num_seqs,
-            "logprobs": schemas.MAX_LOGPROBS,
+            "logprobs": MAX_LOGPROBS,
             "embedding_inputs": embeddings.MAX_INPUTS,
             "body_bytes": serving.settings.max_body_bytes,
         },

@@ -1,8 +1,8 @@
 """Request bodies, and what they ask of the engine. A field is obeyed, or refused by name; none is accepted and dropped.
 
-Types and ranges are checked here by pydantic, strictly: true is no number and 7.0 no integer. null is the same as
-leaving a field out. What depends on the model (ids, context, defaults) is checked by the functions below the models.
-Fields nobody knows are let through and reported in the header `x-ignored-params`.
+Types and ranges are checked by pydantic (server/fields.py). null is the same as leaving a field out. What depends on
+the model (ids, context, defaults) is checked by the functions below the bodies. Fields that no body has are
+server/extra_fields.py's.
 """
 
 from __future__ import annotations
@@ -11,11 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from engine.types import EngineInfo, SamplingParams
 from server import errors, tools
 from server.admission import estimated_tokens as tokens_of_text
+from server.fields import (
+    BadWords,
+    BestOf,
+    Biases,
+    Count,
+    NumLogprobs,
+    Penalty,
+    Prompts,
+    RawPrompt,
+    Stops,
+    TokenIds,
+    Truncation,
+)
 from server.stops import StopStrings
 from server.structured import Asked, ResponseFormat, StructuredOutputs, grammar_of
 from server.text import Text
@@ -24,202 +37,14 @@ from server.tools import MAX_TOOLS, Tool, ToolChoice
 DEFAULT_MAX_TOKENS = 16
 """Of completions; a chat may fill the rest of the context."""
 
-_MAX_STOPS = 4
-_MAX_STOP_CHARS = 4096
-"""Preparing one holds up the event loop for a microsecond a character."""
-_MAX_BIASED = 1024
-MAX_LOGPROBS = 20
-_MAX_BAD_WORDS = 128
-_MAX_BAD_WORD_CHARS = 256
-"""Turning them all into ids holds up the event loop for some 10 ms."""
 MAX_MESSAGES = 4096
 """Checking more would hold up the event loop: they cost about 10 us each."""
-_MAX_REPORTED = 16
 _NEVER = -100
 """A logit_bias this low is a ban."""
 _TOKENS_OF_A_TURN = 4
 """What a template writes around a message, about."""
 _GREEDY_BELOW = 1e-5
 """Temperatures under this overflow when logits are divided by them, and mean greedy anyway."""
-
-RawPrompt = str | tuple[int, ...]
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be a string")
-    if not value.isascii():
-        # JSON can spell half of a surrogate pair, which is no text and which no tokenizer takes.
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{what} holds half of a surrogate pair") from error
-    return value
-
-
-def _check_longest(texts: Sequence[Any], what: str, limit: int) -> None:
-    longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
-    if longest > limit:
-        raise ValueError(f"{what} has {longest} characters: at most {limit} are possible")
-
-
-def _ids(value: list[Any]) -> tuple[int, ...]:
-    for token_id in value:
-        if type(token_id) is not int:  # bool is an int to Python
-            raise ValueError(f"token ids must be integers, and not mixed with text; one of them is {token_id!r:.32}")
-    return tuple(value)
-
-
-def _prompts(value: Any) -> tuple[RawPrompt, ...]:
-    """Text, ids, a list of texts or a list of id lists; as one prompt for each."""
-    if isinstance(value, str):
-        return (_text(value, "the prompt"),)
-    if not isinstance(value, list):
-        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
-    if not value:
-        raise ValueError("the list is empty: at least one prompt is needed")
-    if isinstance(value[0], str):
-        return tuple(_text(item, "each prompt of a list of strings") for item in value)
-    if not isinstance(value[0], list):
-        return (_ids(value),)
-    for item in value:
-        if not isinstance(item, list):
-            raise ValueError("a list of token id lists must hold nothing else")
-        if not item:
-            raise ValueError("a prompt is an empty list: at least one token id is needed")
-    return tuple(_ids(item) for item in value)
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list):
-        raise ValueError("must be a string or a list of strings")
-    if len(texts) > _MAX_STOPS:
-        raise ValueError(f"{len(texts)} stop strings: at most {_MAX_STOPS} are possible")
-    if "" in texts:
-        raise ValueError("a stop string is empty")
-    _check_longest(texts, "a stop string", _MAX_STOP_CHARS)
-    return tuple(_text(text, "each stop string") for text in texts)
-
-
-def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, dict):
-        raise ValueError("must be an object of token ids and numbers")
-    if len(value) > _MAX_BIASED:
-        raise ValueError(f"{len(value)} entries: at most {_MAX_BIASED} are possible")
-    for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
-            raise ValueError(f"the key {key!r:.32} is not a token id")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ValueError(f"the bias of {key} must be a number from -100 to 100")
-    return tuple((int(key), float(bias)) for key, bias in value.items())
-
-
-def _bad_words(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise ValueError("must be a list of strings")
-    if len(value) > _MAX_BAD_WORDS:
-        raise ValueError(f"{len(value)} entries: at most {_MAX_BAD_WORDS} are possible")
-    if any(isinstance(word, str) and not word.strip() for word in value):
-        raise ValueError("a word is empty")
-    _check_longest(value, "a word", _MAX_BAD_WORD_CHARS)
-    return tuple(_text(word, "each word") for word in value)
-
-
-def _best_of(value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise ValueError("must be an integer of at least 1")
-    return value
-
-
-def _truncation(value: Any) -> int | None:
-    if value is not None and (type(value) is not int or (value < 1 and value != -1)):
-        raise ValueError("must be -1, or an integer of at least 1")
-    return value
-
-
-_STRINGS = {"type": "array", "items": {"type": "string"}}
-_INTEGERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-
-Prompts = Annotated[
-    tuple[RawPrompt, ...],
-    PlainValidator(_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                _INTEGERS,
-                {"type": "array", "items": _INTEGERS, "minItems": 1},
-            ]
-        }
-    ),
-]
-Stops = Annotated[
-    tuple[str, ...],
-    PlainValidator(_stops),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": _MAX_STOP_CHARS},
-                {
-                    "type": "array",
-                    "items": {"type": "string", "minLength": 1, "maxLength": _MAX_STOP_CHARS},
-                    "maxItems": _MAX_STOPS,
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-Biases = Annotated[
-    tuple[tuple[int, float], ...],
-    PlainValidator(_biases),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-                    "maxProperties": _MAX_BIASED,
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-BadWords = Annotated[
-    tuple[str, ...],
-    PlainValidator(_bad_words),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {
-                    "type": "array",
-                    "items": {"type": "string", "maxLength": _MAX_BAD_WORD_CHARS},
-                    "maxItems": _MAX_BAD_WORDS,
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-Truncation = Annotated[
-    int | None,
-    PlainValidator(_truncation),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}, {"type": "null"}]}),
-]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Count = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[Count], Field(max_length=1024)]
 
 
 def _either(*alternatives: dict[str, Any]) -> dict[str, Any]:
@@ -338,11 +163,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = None
-    best_of: Annotated[
-        int | None,
-        PlainValidator(_best_of),
-        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}),
-    ] = None
+    best_of: BestOf = None
 
     @model_validator(mode="after")
     def _can_rank(self) -> CompletionBody:
@@ -451,78 +272,11 @@ def _part_text(part: Mapping[str, Any]) -> str:
     return text
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # Fields that other servers know and this one cannot obey -> the values that ask for nothing, beside null.
-    **{"suffix": ("",), "prompt_embeds": (), "logprobs_mode": ()},
-    **{"use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,)},
-    **{"json_schema": (), "regex": (), "ebnf": (), "grammar": ("",)},
-    **{"guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": ()},
-    **{"guided_decoding_backend": (), "guided_whitespace_pattern": (), "structural_tag": (), "stop_regex": ([],)},
-    **{"logits_processors": ([],), "no_stop_trim": (False,), "repetition_detection": (), "kv_transfer_params": ({},)},
-    **{"typical_p": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,), "xtc_probability": (0,)},
-    **{"dry_multiplier": (0,), "dynatemp_range": (0,), "vllm_xargs": ({},), "custom_logit_processor": ()},
-    **{"logprob_token_ids": ([],), "thinking_token_budget": (-1,), "watermarking": (False,), "stream_interval": (1,)},
-    **{"routed_experts_prompt_start": (0,), "return_token_offsets": (False,), "ec_transfer_params": ({},)},
-}
-
-_SUCCESSORS = {
-    # Fields of older servers, and of others -> where what they ask for is written here.
-    **{f"guided_{form}": f"structured_outputs.{form}" for form in ("json", "regex", "choice", "grammar")},
-    **{"json_schema": "structured_outputs.json", "regex": "structured_outputs.regex"},
-    **{"ebnf": "structured_outputs.grammar", "grammar": "structured_outputs.grammar"},
-}
-
-_NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
-    **{"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": ()},
-    **{"prediction": (), "reasoning_effort": (), "verbosity": (), "store": (False,), "web_search_options": ()},
-    **{
-        "service_tier": ("auto", "default"),
-        "documents": ([],),
-        "chat_template": (),
-        "continue_final_message": (False,),
-    },
-    **{"mm_processor_kwargs": ({},), "echo": (False,), "best_of": (1,), "include_reasoning": (True, False)},
-    **{"return_prompt_text": (False,), "media_io_kwargs": ({},)},
-}
-
-
-_NEUTRAL_ELSEWHERE: dict[str, tuple[Any, ...]] = {
-    "normalize": (True,),
-    "input_type": ("",),
-    "embed_dtype": ("float32",),
-}
-"""Of embeddings: they always have length 1, and one kind of input."""
-
-
 class Named(Protocol):
     """A body that may name its model."""
 
     @property
     def model(self) -> str | None: ...
-
-
-def check_extra_fields(body: BaseModel, *, is_strict: bool = False) -> dict[str, str]:
-    """Refuse fields that ask for what this server cannot do; name those nobody knows in the headers returned.
-
-    is_strict: refuse those too.
-    """
-    known = _NEUTRAL if isinstance(body, GenerationBody) else _NEUTRAL_ELSEWHERE
-    if isinstance(body, ChatBody):
-        known = _NEUTRAL | _NEUTRAL_IN_CHAT
-    ignored = []
-    for name, value in (body.model_extra or {}).items():
-        if name not in known:
-            if is_strict:
-                raise errors.unknown_parameter(name)
-            ignored.append(name)
-        elif value is not None and value not in known[name]:
-            use = f"not a field of this server: use {_SUCCESSORS[name]}" if name in _SUCCESSORS else None
-            raise errors.unsupported_parameter(f"{name} is {use or 'not supported with this value'}", name)
-    if not ignored:
-        return {}
-    # A caller's names go into a header: keep it short and free of anything but visible ASCII.
-    names = ["".join(c if "!" <= c <= "~" and c != "," else "?" for c in name[:64]) for name in ignored[:_MAX_REPORTED]]
-    return {"x-ignored-params": ",".join(names)}
 
 
 def check_model(body: Named, served_names: Sequence[str]) -> str:

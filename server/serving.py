@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from engine.client import EngineClient
-from server import schemas
+from server import extra_fields
 from server.admission import Admission
 from server.key_limits import Accounts
 from server.metrics import Metrics
@@ -46,7 +46,7 @@ class Serving:
 
     def headers_of(self, body: BaseModel) -> dict[str, str]:
         """Refuse fields that cannot be obeyed; name those nobody knows in the headers returned, and once in the log."""
-        headers = schemas.check_extra_fields(body, is_strict=self.settings.strict_params)
+        headers = extra_fields.check(body, is_strict=self.settings.strict_params)
         names = set(filter(None, headers.get("x-ignored-params", "").split(","))) - self._said
         if names and len(self._said) < _MAX_SAID:
             self._said |= names

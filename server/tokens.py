@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from server import errors, schemas
 from server.bodies import JsonRoute
-from server.schemas import Count, Message
+from server.fields import Count
+from server.schemas import Message
 from server.serving import Serving
 from server.text import Text
 from server.tools import MAX_TOOLS, Tool

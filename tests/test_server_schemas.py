@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from engine.types import GenerationDefaults, SamplingParams
-from server import errors, schemas
+from server import errors, extra_fields, schemas
 from server.errors import ApiError
 from server.schemas import ChatBody, CompletionBody
 from server.text import Text
@@ -280,7 +280,7 @@ def test_a_prompt_is_cut_at_the_side_that_is_asked_for(fields: dict[str, Any], k
 
 
 def test_strict_params_refuse_what_nobody_knows() -> None:
-    error = refusal(lambda: schemas.check_extra_fields(completion(foo=1), is_strict=True))
+    error = refusal(lambda: extra_fields.check(completion(foo=1), is_strict=True))
     assert (error.status, error.code, error.param) == (400, "unknown_parameter", "foo")
 
 
@@ -306,8 +306,8 @@ def test_fields_that_do_not_go_together_are_refused(fields: dict[str, Any], para
 
 def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
     fields = {"suffix": None, "use_beam_search": False, "response_format": {"type": "text"}, "best_of": None}
-    assert schemas.check_extra_fields(completion(**fields)) == {}
-    assert schemas.check_extra_fields(chat(tools=[], tool_choice="auto", functions=None, store=False)) == {}
+    assert extra_fields.check(completion(**fields)) == {}
+    assert extra_fields.check(chat(tools=[], tool_choice="auto", functions=None, store=False)) == {}
 
 
 @pytest.mark.parametrize(
@@ -327,13 +327,13 @@ def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_by_name(body: Any, param: str) -> None:
-    error = refusal(lambda: schemas.check_extra_fields(body))
+    error = refusal(lambda: extra_fields.check(body))
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", param)
 
 
 def test_fields_nobody_knows_are_reported_in_a_header_that_they_cannot_break() -> None:
     body = completion(**{"foo": 1, "b,\r\nX-Evil: 1": 2})
-    assert schemas.check_extra_fields(body) == {"x-ignored-params": "foo,b???X-Evil:?1"}
+    assert extra_fields.check(body) == {"x-ignored-params": "foo,b???X-Evil:?1"}
 
 
 def test_an_unknown_model_is_a_404_and_none_is_the_default() -> None:
