@@ -370,9 +370,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", type=int, default=128, help="prompt tokens of each (default: 128)")
     parser.add_argument("--output", type=int, default=64, help="new tokens of each; 1 measures prefill (default: 64)")
     parser.add_argument("--prefix", type=int, default=0, help="of the prompt tokens, those that all share (default: 0)")
-    parser.add_argument(
-        "--mixed", type=int, help="tokens of a step beside decodes (--max-num-mixed-tokens)"
-    )
+    parser.add_argument("--mixed", type=int, help="tokens of a step beside decodes (--max-num-mixed-tokens)")
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts (default: 3)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument(

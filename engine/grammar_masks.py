@@ -96,6 +96,7 @@ class GrammarMasks:
 
     def _masked(self, logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> Tensor:
         """masks: i32[r, words] of the rows -> logits with -inf where a bit is 0."""
+        logits = logits.to(torch.float32)
         words = upload(masks, self._device)
         bits = torch.arange(32, dtype=torch.int32, device=self._device)
         is_allowed = (words.unsqueeze(-1).bitwise_right_shift(bits) & 1).flatten(1)[:, : self._vocab_size].bool()
