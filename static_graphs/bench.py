@@ -1,8 +1,9 @@
 """`python -m static_graphs.bench`: one decode step of a model shape on a CUDA device, beside its floor.
 
-Random weights at true shapes, random K/V in shuffled cells, `--context` tokens a row. The floor is the bytes a step
-must read (every weight once, every row's K/V once) over the copy bandwidth measured in the same run; the products'
-floor counts where it is larger. Prints one JSON object a line, as benchmarks.jsonl collects them.
+Random weights at true shapes, random K/V in cells that lie apart, `--context` tokens a row. The floor is the bytes a
+step must read (every weight once, every row's K/V once) over the copy bandwidth measured in the same run; the products'
+floor counts where it is larger. Then one draw of as many rows, its floor one reading of the logits. Prints one JSON
+object a line, as benchmarks.jsonl collects them.
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ from cache.step import CellStep
 from static_graphs.capture import CapturedForwards
 from static_graphs.methods import method_table, plan_slices
 from static_graphs.model import LoadedModel, model_from_config
-from static_graphs.sampler import sample_argmax
+from static_graphs.sampler import Route, SampleInputs, sample, sample_argmax
 from static_graphs.shapes import SHAPES
 
+DRAWS = {
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "temperature": (1.0, 0, 1.0, 0.0),
+    "top_p 0.9": (1.0, 0, 0.9, 0.0),
+    "top_k 50 + top_p 0.9": (1.0, 50, 0.9, 0.0),
+}
+"""By name: temperature, top_k, top_p, min_p of every row."""
 COPY_BYTES = 4 << 30
 STEPS = 50
 
@@ -64,15 +72,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             fuse(model)
         for rows in map(int, args.rows.split(",")):
-            case = f"{shape} rows={rows} ctx={args.context}"
+            case = f"{shape} rows={rows} ctx={args.context}" + ("" if args.cells == "in turn" else f" {args.cells}")
             with torch.inference_mode():
-                body_ms, step_ms = time_decode(model, rows, args.context)
+                body_ms, step_ms = time_decode(model, rows, args.context, args.cells)
             floor_ms = decode_floor_ms(model, rows, args.context, ceilings)
             _print("body graph", case, body_ms, "ms", floor_ms)
             _print("decode step", case, step_ms, "ms", floor_ms)
+        for rows in map(int, args.rows.split(",")):
+            for kind, params in DRAWS.items():
+                draw_ms, floor_ms = time_draw(rows, model.vocab_size, params, ceilings)
+                _print("sampler", f"{shape} rows={rows} vocabulary={model.vocab_size} {kind}", draw_ms, "ms", floor_ms)
         del model
         torch.cuda.empty_cache()
     return 0
+
+
+def time_draw(
+    rows: int, vocab_size: int, params: tuple[float, int, float, float], ceilings: Ceilings
+) -> tuple[float, float]:
+    """-> milliseconds of one draw from bfloat16 logits, and of reading them once. params: as in DRAWS."""
+    logits = (torch.randn(rows, vocab_size, device="cuda") * 3).to(torch.bfloat16)
+    temperature, top_k, top_p, min_p = (np.full(rows, value, np.float64) for value in params)
+    route = Route.of(temperature, top_k.astype(np.int64), top_p, min_p, vocab_size)
+    inputs = SampleInputs(
+        temperature=torch.from_numpy(temperature).cuda(),
+        top_k=torch.from_numpy(top_k).to("cuda", torch.int64),
+        top_p=torch.from_numpy(top_p).cuda(),
+        min_p=torch.from_numpy(min_p).cuda(),
+        seeds=torch.arange(rows, device="cuda"),
+        positions=torch.arange(rows, device="cuda"),
+    )
+    return 1e3 * _median_s(lambda: sample(logits, inputs, route), STEPS), 2e3 * logits.numel() / ceilings.copy_bytes_s
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -95,7 +125,7 @@ def decode_floor_ms(model: LoadedModel, rows: int, context: int, ceilings: Ceili
     return float(1e3 * max(bytes_s, 2 * read * rows / ceilings.matmul_flops_s))
 
 
-def time_decode(model: LoadedModel, rows: int, context: int) -> tuple[float, float]:
+def time_decode(model: LoadedModel, rows: int, context: int, order: str = "in turn") -> tuple[float, float]:
     """-> milliseconds of the captured body alone, and of a whole step: prepare, body, head, argmax, commit."""
     device = model.device
     width = max(rows, 1)
@@ -106,7 +136,7 @@ def time_decode(model: LoadedModel, rows: int, context: int) -> tuple[float, flo
         forwards = CapturedForwards(model, method_table([width], max(width + 1, 512)), device)
         forwards.capture(lambda _: _one_token_step(cache, width), lambda *_: None)
         sequences = np.array([cache.seq_new() for _ in range(rows)], np.int32)
-        _fill(cache, sequences, context)
+        _fill(cache, sequences, context, order)
         tokens = torch.randint(0, model.vocab_size, (rows,), device=device)
         positions = torch.full((rows,), context, dtype=torch.int64, device=device)
         selected = torch.arange(rows, device=device)
@@ -135,9 +165,15 @@ def time_decode(model: LoadedModel, rows: int, context: int) -> tuple[float, flo
         cache.close()
 
 
-def _fill(cache: CellCache, sequences: np.ndarray[Any, np.dtype[np.int32]], context: int) -> None:
-    """`context` tokens a sequence, token by token in turn, so that a sequence's cells lie apart; random K/V."""
-    owners = np.tile(sequences, context)
+def _fill(cache: CellCache, sequences: np.ndarray[Any, np.dtype[np.int32]], context: int, order: str) -> None:
+    """`context` tokens a sequence, with random K/V, in cells as `order` says.
+
+    in turn: token by token in turn, so that a sequence's cells lie evenly apart; contiguous: side by side; shuffled:
+    at random distances.
+    """
+    owners = np.repeat(sequences, context) if order == "contiguous" else np.tile(sequences, context)
+    if order == "shuffled":
+        owners = np.random.default_rng(0).permutation(owners)
     for start in range(0, len(owners), cache.config.max_write):
         part = owners[start : start + cache.config.max_write]
         cache.declare_step(part)
@@ -195,6 +231,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", default="8b,0.6b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--rows", default="1,8,64,256")
     parser.add_argument("--context", type=int, default=1024, help="tokens each row attends")
+    parser.add_argument(
+        "--cells", default="in turn", choices=("in turn", "contiguous", "shuffled"), help="how a row's cells lie"
+    )
     parser.add_argument("--unfused", action="store_true", help="the model's own kernels, as under --enforce-eager")
     return parser
 
