@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -71,6 +72,8 @@ async def admit(
         reservation.release()
         raise
     serving.running.enter(generation, (request.state.request_id, answer_id), key)
+    if request.state.span is not None:
+        generation.when_closed(partial(request.state.span.tell, generation))
     return generation
 
 

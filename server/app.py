@@ -29,6 +29,7 @@ from server.metrics import Metrics
 from server.serving import Serving
 from server.settings import Settings
 from server.text import Text
+from server.tracing import Tracer
 from server.web_page import Page
 
 __all__ = ["Serving", "create_app"]
@@ -47,6 +48,7 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
     app.state: `lifecycle`, `metrics` and `live` always, `serving` once the engine has been ready.
     """
     names = settings.names()
+    tracer = Tracer(settings.otlp_endpoint, models.version()) if settings.otlp_endpoint else None
     page = Page() if settings.page else None
     page_paths = frozenset() if page is None else page.paths
     metrics = Metrics(names[0], client)
@@ -91,6 +93,8 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
             life.cancel()
             await asyncio.wait([life])
             await client.close(0)
+            if tracer is not None:
+                await tracer.close()
 
     app = FastAPI(
         title="cellserve",
@@ -103,7 +107,7 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
         responses={"default": {"model": errors.ErrorAnswer, "description": "Whatever is not 2xx"}},
         lifespan=lifespan,
         middleware=[
-            Middleware(Trace, metrics=metrics, has_access_log=settings.access_log),
+            Middleware(Trace, metrics=metrics, has_access_log=settings.access_log, tracer=tracer),
             Middleware(Framing),
             Middleware(OriginGuard, allowed=settings.cors_origin, has_keys=bool(settings.keys()), host=settings.host),
             *_cors(settings),

@@ -165,6 +165,19 @@ class News:
         self.offsets: list[int] = []
 
 
+@dataclass(frozen=True)
+class Times:
+    """Of one HTTP request, by time.monotonic()."""
+
+    arrived_s: float
+    queued_s: float | None
+    """From there until the first of its prompts ran; None: none did."""
+    first_s: float | None
+    """When the first token of any choice came; None: none did."""
+    last_s: float
+    """When the last token came, or it arrived."""
+
+
 class Generation:
     """Owns the streams of one HTTP request from submission to the end, however that comes.
 
@@ -339,6 +352,17 @@ class Generation:
         if self._metrics is not None:
             self._metrics.slow_reader_left()
 
+    def times(self) -> Times:
+        """What is known of them; once it was submitted."""
+        firsts = [books.first_s for books in self._books if books.first_s is not None]
+        waits = [stream.queued_s for stream in self._streams if stream.queued_s is not None]
+        return Times(
+            arrived_s=self._books[0].arrived_s,
+            queued_s=min(waits, default=None),
+            first_s=min(firsts, default=None),
+            last_s=max(books.last_s for books in self._books),
+        )
+
     def timing(self) -> str:
         """The times so far as a Server-Timing header: until the first token of any choice, from there on, in all."""
         firsts = [books.first_s for books in self._books if books.first_s is not None]
@@ -436,7 +460,7 @@ class _Books:
         self.first_s: float | None = None
         """When its first token came."""
         self._metrics = metrics
-        self._last_s = arrived_s
+        self.last_s = arrived_s
         self._is_closed = False
 
     def drawn(self, tokens: int) -> None:
@@ -450,14 +474,14 @@ class _Books:
                 if tokens > 1:
                     metrics.token_gap(0.0, tokens - 1)
         elif metrics is not None:
-            metrics.token_gap(now - self._last_s, tokens)
-        self._last_s = now
+            metrics.token_gap(now - self.last_s, tokens)
+        self.last_s = now
 
     def close(self, reason: FinishReason, generated_tokens: int) -> None:
         if self._metrics is None or self._is_closed:
             return
         self._is_closed = True
-        decode_s = None if self.first_s is None else self._last_s - self.first_s
+        decode_s = None if self.first_s is None else self.last_s - self.first_s
         self._metrics.finished(
             reason, generated_tokens=generated_tokens, e2e_s=time.monotonic() - self.arrived_s, decode_s=decode_s
         )

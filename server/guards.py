@@ -34,6 +34,7 @@ from engine import logs
 from server import errors
 from server.errors import ApiError
 from server.metrics import Metrics
+from server.tracing import RequestSpan, Tracer
 
 PROBE_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
 """Open without a key, in every phase, and silent in the access log."""
@@ -64,8 +65,12 @@ class Trace:
     unique are made from it, and the minted X-Request-Id is "req-" and the same digits.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, has_access_log: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, *, metrics: Metrics, has_access_log: bool, tracer: Tracer | None = None
+    ) -> None:
+        """tracer: begins a span for each POST; `request.state.span` is it, and None for all else."""
         self._app = app
+        self._tracer = tracer
         self._metrics = metrics
         self._has_access_log = has_access_log
 
@@ -79,7 +84,10 @@ class Trace:
         request_id = asked if _SANE_REQUEST_ID.fullmatch(asked) else f"req-{request_hex}"
         # This task's alone, and that of the tasks it starts.
         logs.request_id.set(request_id)
-        scope.setdefault("state", {}).update(request_id=request_id, request_hex=request_hex, key=None)
+        span: RequestSpan | None = None
+        if self._tracer is not None and scope["method"] == "POST":
+            span = self._tracer.begin("POST", request_id, Headers(scope=scope))
+        scope.setdefault("state", {}).update(request_id=request_id, request_hex=request_hex, key=None, span=span)
         answer = _Answer()
 
         async def watched_receive() -> Message:
@@ -109,13 +117,16 @@ class Trace:
 
     def _write_down(self, scope: Scope, answer: _Answer, request_id: str, duration_s: float) -> None:
         status = CLIENT_GONE if answer.is_abandoned or answer.status is None else answer.status
-        route = scope.get("route")
+        route = getattr(scope.get("route"), "path", "none")
         self._metrics.http_answered(
             method=scope["method"] if scope["method"] in _METHODS else "other",
-            handler=getattr(route, "path", "none"),
+            handler=route,
             status=status,
             duration_s=duration_s,
         )
+        span: RequestSpan | None = scope["state"]["span"]
+        if span is not None:
+            span.end(route, status)
         if self._has_access_log and scope["path"] not in QUIET_PATHS:
             host = scope["client"][0] if scope.get("client") else "-"
             # The raw path is still percent-encoded: a line break in it cannot forge a line of the log.

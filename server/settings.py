@@ -31,6 +31,7 @@ from engine.config import (
 )
 from engine.errors import ConfigError
 from engine.logs import LogFormat
+from server import tracing
 from server.key_limits import KeyLimits
 from server.lifecycle import Patience
 
@@ -244,6 +245,11 @@ class Settings(BaseSettings):
         Field(description="lines of the log on stderr; json: an object a line"),
         Option("API", "engine/logs.py"),
     ] = "text"
+    otlp_endpoint: Annotated[
+        str | None,
+        Field(description="OpenTelemetry collector that gets a span a request, such as http://localhost:4318"),
+        Option("API", "server/tracing.py"),
+    ] = None
     uds: Annotated[
         Path | None,
         Field(description="listen on a Unix socket at this path instead of an address"),
@@ -412,6 +418,8 @@ class Settings(BaseSettings):
                 f"--test-faults lets whoever reaches this server break it, and --host {self.host} is no loopback "
                 "address: use --host 127.0.0.1 or --uds"
             )
+        if self.otlp_endpoint is not None:
+            tracing.check(self.otlp_endpoint)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("--ssl-keyfile is given without --ssl-certfile")
         if self.ssl_certfile is not None:

@@ -40,6 +40,7 @@ HOMES = {
     "llguidance": ["engine.grammar"],
     "ray": ["server.ray_app"],
     "prometheus_client": ["server.metrics"],
+    "opentelemetry": ["server.tracing"],
     "tokenizers": ["server.*"],
     "jinja2": ["server.*"],
     "fastapi": ["server.*"],
