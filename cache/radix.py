@@ -143,6 +143,15 @@ class RadixTree:
             locked = locked.parent
         return Match(node, length, min(length, locked.end))
 
+    def found(self, salt: str | None, tokens: Tokens) -> Cells:
+        """The cells of the longest prefix of `tokens` that is here. Changes nothing."""
+        root = self._roots.get(salt)
+        if root is None:
+            return _NO_CELLS
+        node, inside = _walk(root, tokens)
+        cells = _path_cells(node, 0)
+        return cells if inside is None else np.concatenate((cells, inside[0].cells[: inside[1]]))
+
     def cells(self, lease: Lease) -> Cells:
         """The cells of the lease's path, in order."""
         return _path_cells(lease.node, 0)
@@ -180,6 +189,23 @@ class RadixTree:
         if node.end < tokens.size:
             node = self._add(node, tokens[node.end :].copy(), cells[known:].copy())
         self._move(lease, node)
+
+    def replace(self, lease: Lease, tokens: Tokens, cells: Cells) -> None:
+        """Hold other cells with the same K/V for the positions [lease.length, tokens.size), which must all be here.
+
+        Sequences that have the old cells keep them; the tree lets them go. Nothing may be about to read them by a lease
+        alone.
+        """
+        node = self._reach(lease.node, tokens)
+        assert node.end == tokens.size, "the tree lacks some of these tokens"
+        assert cells.size == tokens.size - lease.length
+        self._holder.hold_cells(cells)
+        old = _path_cells(node, lease.length)
+        for each in _path(node):
+            if each.end <= lease.length:
+                break
+            each.cells = cells[each.end - each.cells.size - lease.length : each.end - lease.length]
+        self._holder.release_cells(old)
 
     def release(self, lease: Lease) -> None:
         """The lease's path was used last now, and may be evicted when nobody else has a lease on it."""

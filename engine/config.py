@@ -75,6 +75,8 @@ class EngineConfig:
     """redis://, rediss:// or unix:// URL, which may hold a password."""
     kv_chunk_tokens: int = 64
     """Tokens that tiers keep together; doubled until they are 1 MiB."""
+    kv_full_windows: bool = False
+    """Tiers keep and bring up all K/V of layers with a window, not only what the end of a prefix can see of it."""
 
     log_format: LogFormat = "text"
     """How the engine's process writes its log; one in the server's process writes as that does."""

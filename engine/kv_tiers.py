@@ -11,9 +11,10 @@ A tier that has nothing, fails or takes too long costs the session nothing but t
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,10 +23,12 @@ from cache.cells import I32
 from cache.geometry import CacheFull, CacheMemoryError
 from cache.offload.chunks import Chunk, Namespace, chunks_of
 from cache.offload.host import HostSlab
-from cache.offload.store import Prefetch, Store
+from cache.offload.objects import ObjectStores, Prefetch
+from cache.offload.store import Store
 from cache.offload.tiers import Guarded
 from cache.offload.transfers import Moved, Transfers
 from cache.radix import Lease, RadixTree, Tokens
+from engine.kv_holes import Holes
 from engine.types import ObjectGroupReport, TierReport, TiersReport
 
 LONGEST_FETCH_S = 2.0
@@ -61,7 +64,9 @@ class _Load:
     cells: I32
     first: int
     last: int
-    next: int
+    objects: list[tuple[int, int]]
+    """(chunk, object group) of all that is brought."""
+    next: int = 0
     landed: int = 0
 
 
@@ -72,19 +77,23 @@ class _Keep:
     lease: Lease
     chunks: list[Chunk]
     cells: I32
+    """Held until nothing reads them any more: the tree may get others for the same tokens."""
     next: int = 0
+    """Of all objects, chunk by chunk."""
+    refused: set[int] = field(default_factory=set)
+    """Object groups whose store has no room, or no use for what follows."""
     gathering: int = 0
     """Copies that still read its cells."""
 
 
 class KvTiers:
-    """One tree's way to one store."""
+    """One tree's way to the stores of its object groups."""
 
     def __init__(
         self,
         tree: RadixTree,
         cache: CellCache,
-        store: Store,
+        objects: ObjectStores,
         transfers: Transfers,
         namespace: Namespace,
         chunk_tokens: int,
@@ -93,7 +102,8 @@ class KvTiers:
     ) -> None:
         self._tree = tree
         self._cache = cache
-        self._store = store
+        self._objects = objects
+        self._holes = Holes(transfers.groups, cache.capacity_cells)
         self._transfers = transfers
         self._namespace = namespace
         self._chunk_tokens = chunk_tokens
@@ -143,11 +153,11 @@ class KvTiers:
             loads_in_flight=loaded.in_flight,
             stores_in_flight=stored.in_flight,
             fetches=len(self._fetches),
-            write_backs=self._store.write_backs,
+            write_backs=self._objects.write_backs,
             lookup_tokens=self._lookup_tokens,
             loaded_tokens=self._loaded_tokens,
             wait_s=self._wait_s,
-            tiers=(_host_report(self._store.host, loaded, stored), *map(_tier_report, self._store.tiers)),
+            tiers=_tier_reports(self._objects, loaded, stored),
         )
 
     # --- up -----------------------------------------------------------------------------------------------------------
@@ -158,14 +168,14 @@ class KvTiers:
         token_s: what computing a token takes; infinite where nobody knows.
         """
         chunks = self._chunks(salt, tokens)
-        missing = len(chunks) * self._chunk_tokens - self._tree.match(salt, tokens).length
+        missing = len(chunks) * self._chunk_tokens - self.usable(salt, tokens)
         if missing <= 0:
             return
         worth_s = max(SHORTEST_FETCH_S, WORTH_OF_RECOMPUTING * missing * token_s)
         deadline_s = min(LONGEST_FETCH_S, worth_s)
         self._lookup_tokens += missing
         now = self._clock()
-        job = self._store.prefetch(chunks, deadline_s=deadline_s)
+        job = self._objects.prefetch(chunks, deadline_s=deadline_s)
         self._fetches[session] = _Fetch(salt, tokens, chunks, job, now, now + deadline_s)
 
     def must_wait(self, session: Hashable) -> bool:
@@ -194,6 +204,25 @@ class KvTiers:
         if not any(load.fetch is fetch for load in self._loads):
             fetch.job.close()
 
+    @property
+    def may_have_holes(self) -> bool:
+        """Whether a prefix in the tree may have to be cut before a session takes it."""
+        return self._holes.has_any
+
+    def usable(self, salt: str | None, tokens: Tokens) -> int:
+        """How many leading tokens a session can take from the tree: what is there and whole before its end."""
+        if not self._holes.has_any:
+            return self._tree.match(salt, tokens).length
+        return self._holes.usable(self._tree.found(salt, tokens))
+
+    def has_holes(self, cells: I32) -> bool:
+        """Whether some of these cells of the tree lack K/V that a computed one has."""
+        return self._holes.are_in(cells)
+
+    def computed(self, cells: I32) -> None:
+        """A session brought these cells into the tree."""
+        self._holes.computed(cells)
+
     def _begin_loading(self, fetch: _Fetch) -> bool:
         """False: there is nothing that the tree lacks, or no room for it."""
         last = fetch.job.arrived
@@ -204,26 +233,35 @@ class KvTiers:
             self._tree.release(lease)
             return False
         fetch.is_loading = True
-        self._loads.append(_Load(fetch, lease, cells, first, last, first))
+        begins = self._begins(first, last)
+        objects = [(chunk, group) for chunk in range(first, last) for group in range(len(begins))]
+        objects = [(chunk, group) for chunk, group in objects if chunk >= begins[group]]
+        self._loads.append(_Load(fetch, lease, cells, first, last, objects))
         return True
 
-    def _go_on_loading(self, load: _Load) -> None:
-        while load.next < load.last:
-            chunk = load.fetch.chunks[load.next]
-            memory = self._store.host.hold(chunk)
-            assert memory is not None, "the fetch holds what has arrived"
-            start = (load.next - load.first) * self._chunk_tokens
+    def _begins(self, first: int, last: int) -> list[int]:
+        """The first chunk that each object group brings: a window needs the last ones alone."""
+        return [first if window is None else max(first, last - window) for window in self._objects.windows]
 
-            def done(chunk: Chunk = chunk) -> None:
-                self._store.host.release(chunk)
+    def _go_on_loading(self, load: _Load) -> None:
+        while load.next < len(load.objects):
+            index, group = load.objects[load.next]
+            host, chunk = self._objects.stores[group].host, load.fetch.chunks[index]
+            memory = host.hold(chunk)
+            assert memory is not None, "the fetch holds what has arrived"
+            start = (index - load.first) * self._chunk_tokens
+
+            def done(host: HostSlab = host, chunk: Chunk = chunk) -> None:
+                host.release(chunk)
                 load.landed += 1
 
-            if not self._transfers.load(memory, load.cells[start : start + self._chunk_tokens], done=done):
-                self._store.host.release(chunk)
+            cells = load.cells[start : start + self._chunk_tokens]
+            if not self._transfers.load(memory, cells, done=done, object_group=group):
+                host.release(chunk)
                 break
             load.next += 1
             self._transfers.poll()
-        if load.landed == load.last - load.first:
+        if load.landed == len(load.objects):
             self._finish_loading(load)
 
     def _finish_loading(self, load: _Load) -> None:
@@ -231,6 +269,7 @@ class KvTiers:
         tokens = load.fetch.tokens[: load.last * self._chunk_tokens]
         known = self._tree.cells_past(load.lease, tokens)
         own = load.cells[load.lease.length - load.first * self._chunk_tokens :]
+        self._holes.loaded(load.cells, load.first, self._begins(load.first, load.last))
         self._tree.extend(load.lease, tokens, np.concatenate((known, own[known.size :])))
         self._loaded_tokens += own.size - known.size
         self._cache.release_cells(load.cells)
@@ -257,6 +296,7 @@ class KvTiers:
         chunks = self._chunks(salt, tokens)
         if chunks:
             cells = self._tree.cells(lease)
+            self._cache.hold_cells(cells)
             self._keeps.append(_Keep(self._tree.share(lease), chunks, cells))
             self._go_on_keeping()
 
@@ -265,36 +305,42 @@ class KvTiers:
         is_short = room * PRESSURE < self._cache.capacity_cells
         for keep in list(self._keeps):
             if is_short:
-                keep.next = len(keep.chunks)
+                keep.next = self._num_objects(keep)
             self._copy_down(keep)
-            if keep.next == len(keep.chunks) and not keep.gathering:
+            if keep.next == self._num_objects(keep) and not keep.gathering:
+                self._cache.release_cells(keep.cells)
                 self._tree.release(keep.lease)
                 self._keeps.remove(keep)
 
+    def _num_objects(self, keep: _Keep) -> int:
+        return len(keep.chunks) * len(self._objects.stores)
+
     def _copy_down(self, keep: _Keep) -> None:
-        while keep.next < len(keep.chunks) and self._transfers.can_store:
-            chunk = keep.chunks[keep.next]
-            if self._store.host.hold(chunk) is not None:
-                self._store.host.release(chunk)  # it was used now
-                keep.next += 1
+        while keep.next < self._num_objects(keep) and self._transfers.can_store:
+            index, group = divmod(keep.next, len(self._objects.stores))
+            keep.next += 1
+            store, chunk = self._objects.stores[group], keep.chunks[index]
+            if group in keep.refused:
                 continue
-            memory = self._store.reserve(chunk)
+            if store.host.hold(chunk) is not None:
+                store.host.release(chunk)  # it was used now
+                continue
+            cells = keep.cells[index * self._chunk_tokens : (index + 1) * self._chunk_tokens]
+            if not self._holes.can_store(cells, group):
+                continue
+            memory = store.reserve(chunk)
             if memory is None:  # no room, or another is at it: what follows would be of no use
-                keep.next = len(keep.chunks)
-                return
-            start = keep.next * self._chunk_tokens
+                keep.refused.add(group)
+                continue
 
             def gathered() -> None:
                 keep.gathering -= 1
 
+            def done(store: Store = store, chunk: Chunk = chunk) -> None:
+                store.publish(chunk)
+
             keep.gathering += 1
-            keep.next += 1
-            self._transfers.store(
-                keep.cells[start : start + self._chunk_tokens],
-                memory,
-                gathered=gathered,
-                done=lambda chunk=chunk: self._store.publish(chunk),  # type: ignore[misc]
-            )
+            self._transfers.store(cells, memory, gathered=gathered, done=done, object_group=group)
             self._transfers.poll()
 
     def _chunks(self, salt: str | None, tokens: Tokens) -> list[Chunk]:
@@ -316,8 +362,15 @@ def _object_groups(transfers: Transfers) -> tuple[ObjectGroupReport, ...]:
     )
 
 
-def _host_report(host: HostSlab, loaded: Moved, stored: Moved) -> TierReport:
-    """Its bytes and seconds are those of the way between it and the pool."""
+def _tier_reports(objects: ObjectStores, loaded: Moved, stored: Moved) -> tuple[TierReport, ...]:
+    """The object groups' shares of each tier together. Host memory's traffic is the way between it and the pool."""
+    shares = [[_host_share(store.host), *map(_tier_share, store.tiers)] for store in objects.stores]
+    host, *below = (functools.reduce(_together, of_one_tier) for of_one_tier in zip(*shares, strict=True))
+    moved = {"loaded_bytes": loaded.size, "stored_bytes": stored.size}
+    return (replace(host, **moved, load_s=loaded.seconds, store_s=stored.seconds), *below)
+
+
+def _host_share(host: HostSlab) -> TierReport:
     status = host.status()
     return TierReport(
         name=status.name,
@@ -328,15 +381,11 @@ def _host_report(host: HostSlab, loaded: Moved, stored: Moved) -> TierReport:
         hits=host.hits,
         misses=host.misses,
         errors=host.counts["tokens"],
-        loaded_bytes=loaded.size,
-        stored_bytes=stored.size,
-        load_s=loaded.seconds,
-        store_s=stored.seconds,
         counts=tuple(sorted(host.counts.items())),
     )
 
 
-def _tier_report(guarded: Guarded) -> TierReport:
+def _tier_share(guarded: Guarded) -> TierReport:
     status, traffic = guarded.tier.status(), guarded.traffic()
     return TierReport(
         name=status.name,
@@ -353,3 +402,17 @@ def _tier_report(guarded: Guarded) -> TierReport:
         store_s=traffic.store_s,
         counts=tuple(sorted(guarded.counts.items())),
     )
+
+
+def _together(one: TierReport, other: TierReport) -> TierReport:
+    """Sums; the worse of two breakers."""
+    counts = Counter(dict(one.counts)) + Counter(dict(other.counts))
+    sums = {
+        name: getattr(one, name) + getattr(other, name)
+        for name in ("held", "hits", "misses", "errors", "loaded_bytes", "stored_bytes", "load_s", "store_s")
+    }
+    for name in ("capacity_bytes", "used_bytes", "entries"):
+        both = (getattr(one, name), getattr(other, name))
+        sums[name] = None if None in both else sum(both)
+    worse = max(one.breaker, other.breaker, key=("closed", "half-open", "open").index)
+    return TierReport(name=one.name, breaker=worse, counts=tuple(sorted(counts.items())), **sums)

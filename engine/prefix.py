@@ -112,9 +112,7 @@ class PrefixCache:
 
     def shared_tokens(self, session: Session) -> int:
         """Tokens of a waiting session that running ones hold anyway: cells that its admission does not take."""
-        tokens = self._reusable(session)
-        self._bring_in(session, tokens)
-        return self._tree.match(session.request.cache_salt, tokens).num_locked
+        return self._tree.match(session.request.cache_salt, self._available(session)).num_locked
 
     def must_wait(self, session: Session) -> bool:
         """Whether a prefix of this waiting session is coming for nothing: from a running one, or from a tier."""
@@ -136,9 +134,7 @@ class PrefixCache:
 
         Raises SessionsExhausted; nothing is changed then.
         """
-        tokens = self._reusable(session)
-        self._bring_in(session, tokens)
-        lease = self._tree.acquire(session.request.cache_salt, tokens)
+        lease = self._tree.acquire(session.request.cache_salt, self._available(session))
         try:
             session.executor_id = self._executor.open_session(
                 session.request.sampling,
@@ -250,6 +246,14 @@ class PrefixCache:
             return _NO_TOKENS
         return self._tokens_of(session)[:-1]
 
+    def _available(self, session: Session) -> Tokens:
+        """Of the reusable tokens, those that the tree can give: where a prefix has holes before its end, fewer."""
+        tokens = self._reusable(session)
+        self._bring_in(session, tokens)
+        if self._tiers is None or not self._tiers.may_have_holes:
+            return tokens
+        return tokens[: self._tiers.usable(session.request.cache_salt, tokens)]
+
     def _tokens_of(self, session: Session) -> Tokens:
         """All tokens of the session that the host knows."""
         known = self._tokens.get(session, _NO_TOKENS)
@@ -270,10 +274,17 @@ class PrefixCache:
             return
         known = self._tree.cells_past(lease, tokens)
         is_known = known.size == tokens.size - start
-        if known.size and not (is_leaving and is_known):
+        if self._tiers is not None and self._tiers.has_holes(known):
+            # A tier gave them for what lies behind; these were computed here, and are whole in every layer.
+            known = self._executor.cells_of(session.executor_id, start, start + known.size)
+            self._tree.replace(lease, tokens[: start + known.size], known)
+            self._tiers.computed(known)
+        elif known.size and not (is_leaving and is_known):
             self._executor.rebase_session(session.executor_id, np.concatenate((self._tree.cells(lease), known)))
         cells = known if is_known else self._executor.cells_of(session.executor_id, start, tokens.size)
         self._tree.extend(lease, tokens, cells)
+        if self._tiers is not None:
+            self._tiers.computed(cells[known.size :])
 
     def _bring_in(self, session: Session, tokens: Tokens) -> None:
         """Publish the running session that has computed more of `tokens` than the tree knows of, if there is one."""

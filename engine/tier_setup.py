@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -15,9 +16,10 @@ import torch
 from cache.cell_cache import CellCache
 from cache.geometry import CacheMemoryError, InvalidConfig
 from cache.offload.chunks import Namespace, fitting_chunk_tokens, geometry_record
-from cache.offload.disk import DiskTier
+from cache.offload.disk import DiskTier, clear_folder
 from cache.offload.groups import Groups
 from cache.offload.host import HostSlab
+from cache.offload.objects import ObjectStores, needed_windows
 from cache.offload.records import Layout
 from cache.offload.redis_tier import RedisTier
 from cache.offload.store import Store
@@ -47,8 +49,10 @@ def tiers_below(
         return None
     kv_dtype = cache.config.kv_dtype
     chunk_tokens = fitting_chunk_tokens(cache.geometry, kv_dtype, config.kv_chunk_tokens)
-    # Whole chunks: a hit may end inside one, where a window's tail alone would be of no use.
-    groups = Groups.of(cache.geometry, kv_dtype, chunk_tokens, separate=False, full_windows=True)
+    is_separate = not config.kv_full_windows
+    groups = Groups.of(
+        cache.geometry, kv_dtype, chunk_tokens, separate=is_separate, full_windows=config.kv_full_windows
+    )
     transfers = Transfers(cache.pool, groups, device)
     namespace = Namespace(
         weights=weights,
@@ -56,27 +60,66 @@ def tiers_below(
         geometry=geometry_record(cache.geometry),
         rope=positions,
     )
-    layout = Layout(namespace.digest, chunk_tokens, transfers.chunk_bytes)
     try:
-        host = HostSlab(transfers.chunk_bytes, int(config.kv_host_gib * GIB), pinned=device.type == "cuda")
-        tiers: list[Tier] = []
-        if config.kv_disk is not None and config.kv_disk_gib is not None:
-            tiers.append(DiskTier(Path(config.kv_disk), namespace, layout, int(config.kv_disk_gib * GIB)))
-        if config.kv_redis is not None:
-            tiers.append(RedisTier(config.kv_redis, layout))
+        objects = _stores(config, groups, transfers, namespace, pinned=device.type == "cuda")
     except (InvalidConfig, CacheMemoryError, ValueError) as error:
         raise ConfigError(str(error)) from error
     except ImportError as error:
         raise ConfigError("kv_redis needs the redis package: pip install redis") from error
-    store = Store(host, tiers)
-    atexit.register(store.close)
+    atexit.register(objects.close)
+    first = objects.stores[0]
     logger.info(
         "prefixes that leave the pool go to %s, %d tokens (%d bytes) together",
-        " and ".join([host.name, *(tier.name for tier in tiers)]),
+        " and ".join([first.host.name, *(guarded.tier.name for guarded in first.tiers)]),
         chunk_tokens,
         transfers.chunk_bytes,
     )
-    return lambda tree: KvTiers(tree, cache, store, transfers, namespace, chunk_tokens, clock=time.monotonic)
+    return lambda tree: KvTiers(tree, cache, objects, transfers, namespace, chunk_tokens, clock=time.monotonic)
+
+
+def _stores(
+    config: EngineConfig, groups: Groups, transfers: Transfers, namespace: Namespace, *, pinned: bool
+) -> ObjectStores:
+    """A store for each object group, whose part of every tier is as large as its part of a chunk."""
+    assert config.kv_host_gib is not None
+    windows = needed_windows(groups)
+    folder = None if config.kv_disk is None else Path(config.kv_disk)
+    if folder is not None and len(windows) > 1:
+        clear_folder(folder)
+    stores: list[Store] = []
+    try:
+        for index, window in enumerate(windows):
+            size = transfers.object_bytes(index)
+            part = size / transfers.chunk_bytes
+            space = object_namespace(namespace, groups, index)
+            layout = Layout(space.digest, groups.chunk_tokens, size)
+            host_bytes = int(config.kv_host_gib * GIB * part)
+            host = HostSlab(size, host_bytes, pinned=pinned, needs_parents=window is None)
+            tiers: list[Tier] = []
+            if folder is not None and config.kv_disk_gib is not None:
+                own = folder if len(windows) == 1 else folder / f"objects-{index}"
+                disk_bytes = int(config.kv_disk_gib * GIB * part)
+                tiers.append(DiskTier(own, space, layout, disk_bytes, needs_parents=window is None))
+            if config.kv_redis is not None:
+                tiers.append(RedisTier(config.kv_redis, layout))
+            stores.append(Store(host, tiers))
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
+    return ObjectStores(stores, windows)
+
+
+def object_namespace(namespace: Namespace, groups: Groups, index: int) -> Namespace:
+    """Of one object group's stored bytes. Keys are the whole namespace's: a chunk has one in all of its groups."""
+    members = groups.members(index)
+    is_whole = len(groups.object_groups) == 1 and all(
+        group.slots_per_chunk * group.ratio == groups.chunk_tokens for group in members
+    )
+    if is_whole:
+        return namespace
+    kept = "; ".join(f"layers {list(group.layers)}: last {group.slots_per_chunk}" for group in members)
+    return replace(namespace, geometry=f"{namespace.geometry} of a chunk's {groups.chunk_tokens}: {kept}")
 
 
 def weights_digest(module: torch.nn.Module) -> str:

@@ -174,6 +174,11 @@ class Settings(BaseSettings):
         Field(ge=16, le=256, description="tokens that the tiers keep together: 16, 32, 64, 128 or 256"),
         Option("cache", "engine/tier_setup.py", "tokens"),
     ] = 64
+    kv_full_windows: Annotated[
+        bool,
+        Field(description="tiers keep window layers whole, so that a prefix from there may be cut anywhere"),
+        Option("cache", "engine/tier_setup.py"),
+    ] = False
     max_num_seqs: Annotated[
         int | None,
         Field(ge=1, description="sequences that run at once (not given: 256, or 1 with --cache single)"),
@@ -283,6 +288,11 @@ class Settings(BaseSettings):
         Field(description="end every stream with its usage, asked for or not"),
         Option("API", "server/serving.py"),
     ] = False
+    api_workers: Annotated[
+        int,
+        Field(ge=1, le=64, description="processes that speak HTTP for the one engine; beyond 1 they need its process"),
+        Option("API", "server/workers.py", "processes"),
+    ] = 1
     in_process: Annotated[
         bool,
         Field(description="run the engine in this process instead of its own"),
@@ -406,7 +416,9 @@ class Settings(BaseSettings):
         return Patience(self.step_timeout, self.warm_up_timeout, self.max_restarts, self.restart_window)
 
     def key_limits(self) -> KeyLimits:
-        return KeyLimits(self.key_requests_per_minute, self.key_tokens_per_minute, self.key_concurrent)
+        """Of one API process: each gets an equal part, for a key's connections spread evenly over them."""
+        limits = (self.key_requests_per_minute, self.key_tokens_per_minute, self.key_concurrent)
+        return KeyLimits(*(None if limit is None else limit // self.api_workers for limit in limits))
 
     def check(self) -> None:
         """Raise ConfigError for options that do not go together, or for files that do not hold what they should."""
@@ -418,6 +430,7 @@ class Settings(BaseSettings):
                 f"--test-faults lets whoever reaches this server break it, and --host {self.host} is no loopback "
                 "address: use --host 127.0.0.1 or --uds"
             )
+        self._check_workers()
         if self.otlp_endpoint is not None:
             tracing.check(self.otlp_endpoint)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
@@ -428,6 +441,21 @@ class Settings(BaseSettings):
             except OSError as error:  # ssl.SSLError is one
                 reason = error.strerror or str(error)
                 raise ConfigError(f"--ssl-certfile {self.ssl_certfile} cannot be used: {reason}") from error
+
+    def _check_workers(self) -> None:
+        if self.api_workers == 1:
+            return
+        if self.in_process:
+            raise ConfigError(
+                f"--api-workers is {self.api_workers}, but --in-process puts the engine into one of them: use either"
+            )
+        for name in ("key_requests_per_minute", "key_tokens_per_minute", "key_concurrent"):
+            limit = getattr(self, name)
+            if limit is not None and limit < self.api_workers:
+                raise ConfigError(
+                    f"{flag_name(name)} is {limit}, which {self.api_workers} API workers cannot share: each gets an "
+                    f"equal part, so give at least {self.api_workers}"
+                )
 
     def to_engine_config(self) -> EngineConfig:
         """The engine's part. Raises ConfigError for options that do not go together."""
@@ -459,6 +487,7 @@ class Settings(BaseSettings):
             kv_disk_gib=self.kv_disk_gib,
             kv_redis=None if self.kv_redis is None else self.kv_redis.get_secret_value(),
             kv_chunk_tokens=self.kv_chunk_tokens,
+            kv_full_windows=self.kv_full_windows,
         )
 
 

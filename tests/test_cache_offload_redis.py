@@ -12,6 +12,7 @@ import pytest
 
 from cache.offload.chunks import Chunk
 from cache.offload.host import HostSlab
+from cache.offload.objects import ObjectStores
 from cache.offload.records import BadRecord
 from cache.offload.redis_tier import RedisTier
 from cache.offload.store import Store
@@ -118,7 +119,7 @@ def test_a_server_killed_and_started_again_under_load_costs_hits_and_nothing_els
     store = Store(HostSlab(PAYLOAD_BYTES, 2 * PAYLOAD_BYTES), [tier], clock=lambda: now[0])
 
     def served(name: int) -> int:
-        job = store.prefetch(path(name, 2), deadline_s=5)
+        job = ObjectStores([store]).prefetch(path(name, 2), deadline_s=5)
         assert job.wait(WAIT_S)
         job.close()
         return job.arrived

@@ -9,7 +9,8 @@ import pytest
 
 from cache.offload.chunks import Chunk
 from cache.offload.host import HostSlab, bytes_view
-from cache.offload.store import Prefetch, Store
+from cache.offload.objects import ObjectStores, Prefetch
+from cache.offload.store import Store
 from cache.offload.tiers import Tier
 from support.tier_chunks import PAYLOAD_BYTES, FakeTier, path, payload
 
@@ -41,7 +42,7 @@ def put(store: Store, chunks: list[Chunk]) -> None:
 
 def arrived(store: Store, chunks: list[Chunk], deadline_s: float = WAIT_S) -> int:
     """How many leading chunks a prefetch brings; checks the bytes of each."""
-    job = store.prefetch(chunks, deadline_s=deadline_s)
+    job = ObjectStores([store]).prefetch(chunks, deadline_s=deadline_s)
     assert job.wait(WAIT_S)
     count = job.arrived
     for chunk in chunks[:count]:
@@ -105,7 +106,7 @@ def test_two_that_want_the_same_chunks_load_each_once(make_store: MakeStore) -> 
     tier.add(chunks)
     tier.hold()
     store = make_store(tier, num_loaders=4)
-    jobs = [store.prefetch(chunks, deadline_s=WAIT_S) for _ in range(20)]
+    jobs = [ObjectStores([store]).prefetch(chunks, deadline_s=WAIT_S) for _ in range(20)]
     assert tier.waiting.acquire(timeout=WAIT_S)
     tier.release()
     assert all(job.wait(WAIT_S) for job in jobs)
@@ -121,7 +122,7 @@ def test_a_tier_that_hangs_keeps_nobody_waiting_and_late_bytes_serve_the_next(ma
     tier.add(chunks)
     tier.hold()
     store = make_store(tier)
-    job = store.prefetch(chunks, deadline_s=WAIT_S)
+    job = ObjectStores([store]).prefetch(chunks, deadline_s=WAIT_S)
     assert tier.waiting.acquire(timeout=WAIT_S)
     assert (job.arrived, job.is_done) == (0, False)
     job.close()
@@ -143,7 +144,7 @@ def test_a_second_reader_waits_for_the_first_no_longer_than_its_own_deadline(mak
     tier.add(chunks)
     tier.hold()
     store = make_store(tier)
-    first = store.prefetch(chunks, deadline_s=WAIT_S)
+    first = ObjectStores([store]).prefetch(chunks, deadline_s=WAIT_S)
     assert tier.waiting.acquire(timeout=WAIT_S)
     assert arrived(store, chunks, deadline_s=0.01) == 0
     tier.release()
@@ -195,7 +196,7 @@ def test_random_traffic_over_faulty_tiers_never_yields_wrong_bytes(make_store: M
         elif action < 0.55:
             tier.fault = None if tier.fault else "gone"
         elif action < 0.75:
-            open_jobs.append(store.prefetch(chunks, deadline_s=WAIT_S))
+            open_jobs.append(ObjectStores([store]).prefetch(chunks, deadline_s=WAIT_S))
         elif open_jobs:
             open_jobs.pop(rng.randrange(len(open_jobs))).close()
         else:

@@ -30,9 +30,9 @@ def stream(request: pytest.FixtureRequest) -> type[CopyStream]:
     return request.param
 
 
-@pytest.fixture
-def tiered(model: ToyDecoder, stream: type[CopyStream]) -> Iterator[Tiered]:
-    engine = Tiered(model, stream=stream)
+@pytest.fixture(params=[False, True], ids=["whole windows", "tails"])
+def tiered(model: ToyDecoder, stream: type[CopyStream], request: pytest.FixtureRequest) -> Iterator[Tiered]:
+    engine = Tiered(model, stream=stream, tails=request.param)
     yield engine
     engine.close()
 
@@ -243,3 +243,97 @@ def test_redis_killed_and_started_again_under_load_fails_no_request_and_no_token
     assert counts["fault"] > 0
     engine.close()
     server.kill()
+
+
+# --- tails of windows: the toy's second layer sees 4 tokens, a chunk has 16 -------------------------------------------
+
+
+@pytest.fixture
+def tails(model: ToyDecoder) -> Iterator[Tiered]:
+    engine = Tiered(model, tails=True)
+    yield engine
+    engine.close()
+
+
+def test_each_object_group_is_stored_apart_and_a_window_keeps_its_tail(tails: Tiered) -> None:
+    tails.ask("first", tokens(30, 45))
+    groups = tails.loop.kv_report().tiers.object_groups
+    assert [(group.layers, group.window_chunks) for group in groups] == [((0,), None), ((1,), 1)]
+    assert groups[1].object_bytes * 4 == groups[0].object_bytes
+    full, windowed = (store.host.status() for store in tails.objects.stores)
+    assert (full.objects, windowed.objects) == (2, 2)
+    assert (full.used_bytes, windowed.used_bytes) == (2 * groups[0].object_bytes, 2 * groups[1].object_bytes)
+
+
+def test_a_prefix_from_a_tier_brings_up_the_end_of_a_window_alone(tails: Tiered, model: ToyDecoder) -> None:
+    prompt = tokens(31, 60)
+    tails.ask("first", prompt)
+    tails.forget_pool()
+    assert tails.ask("again", prompt) == 48
+    assert tails.tokens("again") == model.continuation(prompt, 3)
+    below = tails.loop.kv_report().tiers
+    full, windowed = (group.object_bytes for group in below.object_groups)
+    assert below.tiers[0].loaded_bytes == 3 * full + windowed
+
+
+def test_a_prompt_that_leaves_a_restored_prefix_inside_computes_it_and_makes_it_whole(
+    tails: Tiered, model: ToyDecoder
+) -> None:
+    """What a tier gave of the window ends behind the branch; the tree then gets what the second one computed."""
+    prompt = tokens(32, 52)
+    branch = [*prompt[:40], *tokens(33, 6)]
+    tails.ask("first", prompt)
+    tails.forget_pool()
+    assert tails.ask("restored", prompt) == 48
+    assert tails.ask("branch", branch) == 0, "no window before token 40 is whole"
+    assert tails.ask("branch again", branch) == 45
+    assert tails.ask("other branch", [*prompt[:33], 1, 2]) == 33, "what the first branch computed is whole everywhere"
+    assert tails.ask("the restored one", prompt) == 51
+    for name, asked in (("branch", branch), ("branch again", branch), ("the restored one", prompt)):
+        assert tails.tokens(name) == model.continuation(asked, 3)
+
+
+def test_cells_that_had_holes_have_none_when_they_are_computed_anew(tails: Tiered) -> None:
+    prompt, other = tokens(37, 52), tokens(38, 52)
+    tails.ask("first", prompt)
+    tails.forget_pool()
+    assert tails.ask("restored", prompt) == 48
+    tails.forget_pool()
+    assert [tails.ask("cold", other), tails.ask("warm", other[:30]), tails.ask("warmer", other)] == [0, 29, 51]
+
+
+def test_two_that_run_on_a_restored_prefix_keep_their_cells_while_it_is_made_whole(
+    tails: Tiered, model: ToyDecoder
+) -> None:
+    prompt = tokens(34, 50)
+    branch = [*prompt[:44], 3, 4]
+    tails.ask("first", prompt)
+    tails.forget_pool()
+    tails.submit("runs", prompt, max_new_tokens=10, sampling=GREEDY)
+    while not tails.of("runs"):
+        tails.step()
+    assert tails.cached("runs") == 48
+    tails.submit("branch", branch, max_new_tokens=10, sampling=GREEDY)
+    while tails.loop.has_work():
+        tails.step()
+        tails.check()
+    assert tails.tokens("runs") == model.continuation(prompt, 10)
+    assert tails.tokens("branch") == model.continuation(branch, 10)
+
+
+def test_what_was_restored_with_holes_goes_down_again_without_the_objects_it_lacks(
+    tails: Tiered, model: ToyDecoder
+) -> None:
+    prompt = tokens(35, 40)
+    tails.ask("first", prompt)
+    tails.forget_pool()
+    assert tails.ask("restored", prompt) == 32
+    for store in tails.objects.stores:  # host memory loses it, the pool does not
+        store.host._residents = type(store.host._residents)()
+        store.host._free = list(range(store.host.num_slots))
+    tails.ask("longer", [*prompt, *tokens(36, 16)])
+    full, windowed = (store.host.status().objects for store in tails.objects.stores)
+    assert (full, windowed) == (3, 2), "of chunk 0 the window's tail is in no cell"
+    tails.forget_pool()
+    assert tails.ask("restored again", [*prompt, *tokens(36, 16)]) == 48
+    assert tails.tokens("restored again") == model.continuation([*prompt, *tokens(36, 16)], 3)

@@ -43,7 +43,8 @@ def ask(loop: EngineLoop, name: str) -> tuple[int, list[int]]:
 
 def stored(loop: EngineLoop) -> None:
     """Wait until the tiers have everything, and let the folder go."""
-    loop._prefixes._tiers._store.close(10)
+    for store in loop._prefixes._tiers._objects.stores:
+        store.close(10)
 
 
 def test_a_server_that_starts_again_finds_its_prompts_and_answers_the_same(model: str, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def server(tier: FakeTier) -> Iterator[LiveServer]:
     engine = Tiered(ToyDecoder(), tier)
     with live_server(client_of(engine.loop), Settings(**QUIET)) as server:
         yield server
-    engine.store.close()
+    engine.objects.close()
 
 
 def ask(server: LiveServer, prompt: list[int] = PROMPT) -> None:

@@ -44,14 +44,18 @@ class DiskTier:
         layout: Layout,
         capacity_bytes: int,
         *,
+        needs_parents: bool = True,
         segment_bytes: int | None = None,
     ) -> None:
         """Reads the heads of what is there. segment_bytes: by default 1 GiB, or an eighth of a small cap.
+
+        needs_parents: False where a chunk is of use without those before it, as behind a window.
 
         Raises InvalidConfig: not a folder one may write, in use, or too small.
         """
         self._layout = layout
         self._capacity_bytes = capacity_bytes
+        self._needs_parents = needs_parents
         self._slot_bytes = -(-layout.record_bytes // PAGE_BYTES) * PAGE_BYTES
         if segment_bytes is None:
             segment_bytes = min(SEGMENT_BYTES, capacity_bytes // 8)
@@ -113,7 +117,7 @@ class DiskTier:
                 self._residents.touch(entry)
                 return True
             parent = self._residents.get(chunk.parent)
-            if chunk.index and parent is None:
+            if self._needs_parents and chunk.index and parent is None:
                 return False
             if parent is not None:
                 self._residents.touch(parent)
@@ -204,7 +208,7 @@ class DiskTier:
         )
 
     def _foreign_segments(self) -> list[Path]:
-        return [path for path in self._folder.glob("*/*.seg") if path.parent != self._own]
+        return [path for path in self._folder.rglob("*.seg") if path.parent != self._own]
 
     # -- At start
 
@@ -260,6 +264,20 @@ class DiskTier:
 
     def _used_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
+
+
+def clear_folder(folder: Path) -> None:
+    """Delete the segments of whatever namespaces are kept in `folder` itself, for those below it to have their room.
+
+    Raises InvalidConfig when a server uses them.
+    """
+    segments = list(folder.glob("*/*.seg")) if folder.is_dir() else []
+    segments = [path for path in segments if not (path.parent / "lock").exists()]
+    if segments:
+        lock = _locked(folder / "lock")
+        for path in segments:
+            path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _locked(path: Path) -> int:

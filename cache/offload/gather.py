@@ -39,26 +39,29 @@ class Mover:
         self._use_kernels = device.type == "cuda" if use_kernels is None else use_kernels
         self._pointers = [pointer_table(pool, group, device) for group in self._groups.kernel_groups]
 
-    def gather(self, rows: torch.Tensor, first: int = 0) -> None:
+    def gather(self, rows: torch.Tensor, first: int = 0, object_group: int | None = None) -> None:
         """Copy chunks out of the pool: chunk i, rows[i], into batch slot first + i.
 
         rows: [batch, chunk_tokens] i64 on the pool's device, as `chunk_rows` makes them. InvalidGroups when the batch
-        does not fit the buffer.
+        does not fit the buffer. object_group: that one's layers alone; None: all.
         """
-        self._move(rows, first, is_gather=True)
+        self._move(rows, first, object_group, is_gather=True)
 
-    def scatter(self, rows: torch.Tensor, first: int = 0) -> None:
+    def scatter(self, rows: torch.Tensor, first: int = 0, object_group: int | None = None) -> None:
         """The reverse. A windowed group writes the rows that it keeps: the chunk's last ones. No row twice."""
-        self._move(rows, first, is_gather=False)
+        self._move(rows, first, object_group, is_gather=False)
 
-    def _move(self, rows: torch.Tensor, first: int, *, is_gather: bool) -> None:
+    def _move(self, rows: torch.Tensor, first: int, object_group: int | None, *, is_gather: bool) -> None:
         batch = rows.shape[0]
         if first < 0 or first + batch > self._staging.max_batch_size:
             raise InvalidGroups(
                 f"batch slots {first} to {first + batch - 1}: there are {self._staging.max_batch_size} in the buffer"
             )
         expected = self._groups.chunk_tokens
-        for group in self._groups.kernel_groups:
+        kernel_groups = self._groups.kernel_groups
+        if object_group is not None:
+            kernel_groups = self._groups.members(object_group)
+        for group in kernel_groups:
             if rows.shape[1] * group.ratio != expected:
                 raise InvalidGroups(
                     f"{rows.shape[1]} rows a chunk for kernel group {group.index} of ratio {group.ratio}"

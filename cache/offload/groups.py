@@ -159,6 +159,12 @@ class Groups:
         ]
         return cls(entries, chunk_tokens, engine_groups=engine_groups, separate=separate, full_windows=full_windows)
 
+    def members(self, object_group: int) -> tuple[KernelGroup, ...]:
+        """The kernel groups of an object group."""
+        if not 0 <= object_group < len(self.object_groups):
+            raise InvalidGroups(f"object group {object_group}: there are {len(self.object_groups)}")
+        return tuple(self.kernel_groups[index] for index in self.object_groups[object_group].kernel_groups)
+
     def slots_per_chunk(self, kernel_group: int) -> int:
         return self._kernel_group(kernel_group).slots_per_chunk
 

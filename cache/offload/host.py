@@ -41,11 +41,20 @@ class HostSlab:
     name = "host"
 
     def __init__(
-        self, chunk_bytes: int, capacity_bytes: int, *, pinned: bool = False, piece_bytes: int = PIECE_BYTES
+        self,
+        chunk_bytes: int,
+        capacity_bytes: int,
+        *,
+        pinned: bool = False,
+        needs_parents: bool = True,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """Raises InvalidConfig when not one chunk fits, CacheMemoryError when there is no such memory."""
+        """needs_parents: False where a chunk is of use without those before it, as behind a window.
+
+        Raises InvalidConfig when not one chunk fits, CacheMemoryError when there is no such memory."""
         self.chunk_bytes = chunk_bytes
         self._slot_bytes = aligned(chunk_bytes)
+        self._needs_parents = needs_parents
         self.num_slots = capacity_bytes // self._slot_bytes
         if self.num_slots < 1:
             raise InvalidConfig(f"{capacity_bytes} bytes of host memory do not hold one chunk of {self._slot_bytes}")
@@ -91,7 +100,7 @@ class HostSlab:
             if chunk.key in self._filling or self._residents.get(chunk.key) is not None:
                 return None
             parent = self._residents.get(chunk.parent)
-            if chunk.index and parent is None and chunk.parent not in self._filling:
+            if self._needs_parents and chunk.index and parent is None and chunk.parent not in self._filling:
                 self.counts["dropped: no parent"] += 1
                 return None
             owner = self._owner_behind(chunk.parent)
@@ -111,7 +120,7 @@ class HostSlab:
         """
         with self._lock:
             slot = self._end_filling(chunk)
-            if chunk.index and self._residents.get(chunk.parent) is None:
+            if self._needs_parents and chunk.index and self._residents.get(chunk.parent) is None:
                 self._free.append(slot)
                 self.counts["dropped: no parent"] += 1
                 return False

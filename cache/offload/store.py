@@ -28,68 +28,8 @@ logger = logging.getLogger(__name__)
 Job = Callable[[], None]
 
 
-class Prefetch:
-    """The chunks of one waiting request on their way into host memory, in order.
-
-    Made by `Store.prefetch`, closed by its owner: exactly once, in one place. Any thread may read.
-    """
-
-    def __init__(self, store: Store, chunks: Sequence[Chunk], until: float) -> None:
-        self.chunks = tuple(chunks)
-        self._store = store
-        self._until = until
-        self._lock = threading.Lock()
-        self._arrived = 0  # leading chunks that are resident and held for us
-        self._is_closed = False
-        self._is_done = threading.Event()
-
-    @property
-    def arrived(self) -> int:
-        """Leading chunks that may be loaded into the pool now; only grows until `close`."""
-        return self._arrived
-
-    @property
-    def is_done(self) -> bool:
-        """Nothing more will arrive."""
-        return self._is_done.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it is done. For threads that may wait; the engine thread reads `is_done`."""
-        return self._is_done.wait(timeout_s)
-
-    def close(self) -> None:
-        """Let the chunks go; what is still under way lands in host memory for the next one. Idempotent."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        for chunk in self.chunks[: self._arrived]:
-            self._store.host.release(chunk)
-
-    # -- On a loader thread
-
-    def run(self) -> None:
-        try:
-            for chunk in self.chunks:
-                if self._is_closed or self._store.clock() >= self._until or not self._store.bring(chunk, self._until):
-                    break
-                if not self._take(chunk):
-                    break
-        finally:
-            self._is_done.set()
-
-    def _take(self, chunk: Chunk) -> bool:
-        """Count a chunk that is held for us; let it go again when nobody wants it any more."""
-        with self._lock:
-            if not self._is_closed:
-                self._arrived += 1
-                return True
-        self._store.host.release(chunk)
-        return False
-
-
 class Store:
-    """One namespace's chunks in host memory and below."""
+    """One object group's chunks, of one namespace, in host memory and below."""
 
     def __init__(
         self,
@@ -149,11 +89,9 @@ class Store:
 
     # -- Up
 
-    def prefetch(self, chunks: Sequence[Chunk], *, deadline_s: float) -> Prefetch:
-        """Begin to bring up as many leading chunks as there are, until the deadline. Returns at once."""
-        job = Prefetch(self, chunks, self.clock() + deadline_s)
-        self._loads.put(job.run)
-        return job
+    def load_later(self, job: Job) -> None:
+        """Run it on a loader thread, where `bring` may wait."""
+        self._loads.put(job)
 
     def bring(self, chunk: Chunk, until: float) -> bool:
         """Make the chunk resident and hold it. For loader threads: blocks for as long as a tier does.

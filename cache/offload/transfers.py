@@ -136,6 +136,10 @@ class _Ring:
         self.in_flight += 1
         return slot
 
+    def part(self, slot: int, object_group: int | None) -> torch.Tensor:
+        """What a transfer moves: flat bytes of the slot."""
+        return self.staging.chunk(slot) if object_group is None else self.staging.object_group(slot, object_group)
+
     def poll(self) -> None:
         while self.stages and self.stages[0].mark.is_passed():
             stage = self.stages.popleft()
@@ -162,7 +166,10 @@ def _moved(ring: _Ring) -> Moved:
 
 
 class Transfers:
-    """Moves whole chunks between one pool and flat host tensors of `chunk_bytes`, pinned where the pool is on CUDA."""
+    """Moves chunks between one pool and flat host tensors, pinned where the pool is on CUDA.
+
+    What moves at once is one object group's part of a chunk (`object_bytes`), or all of them (`chunk_bytes`).
+    """
 
     def __init__(
         self,
@@ -208,39 +215,50 @@ class Transfers:
         """Whether `store` has a free ring slot."""
         return self._stores.in_flight < self._stores.staging.max_batch_size
 
-    def store(self, cells: npt.ArrayLike, host: torch.Tensor, *, gathered: Callback, done: Callback) -> bool:
-        """Copy one chunk's K/V, as the caller's stream leaves it, into `host` [chunk_bytes] u8.
+    def store(
+        self,
+        cells: npt.ArrayLike,
+        host: torch.Tensor,
+        *,
+        gathered: Callback,
+        done: Callback,
+        object_group: int | None = None,
+    ) -> bool:
+        """Copy one chunk's K/V, as the caller's stream leaves it, into `host` [object_bytes or chunk_bytes] u8.
 
         Until `gathered` the cells must stay held, until `done` the host memory. False: the ring is full, try later.
         InvalidGroups for cells that are not one chunk or host memory of another size. Nothing has begun then.
         """
-        rows = self._check(cells, host)
+        rows = self._check(cells, host, object_group)
         ring = self._stores
         slot = ring.take_slot()
         if slot is None:
             return False
         with ring.stream.use():
             began = ring.stream.mark()
-            ring.mover.gather(ring.ids.stage(list(rows))[0][None], slot)
+            ring.mover.gather(ring.ids.stage(list(rows))[0][None], slot, object_group)
             ring.stages.append(_Stage(ring.stream.mark(), gathered))
-            host.copy_(ring.staging.chunk(slot), non_blocking=True)
+            host.copy_(ring.part(slot, object_group), non_blocking=True)
             ring.stages.append(_Stage(ring.stream.mark(), done, began, host.numel()))
         return True
 
-    def load(self, host: torch.Tensor, cells: npt.ArrayLike, *, done: Callback) -> bool:
+    def load(
+        self, host: torch.Tensor, cells: npt.ArrayLike, *, done: Callback, object_group: int | None = None
+    ) -> bool:
         """Copy `host` into cells that one unfinished sequence owns alone. Verified bytes only: they reach attention.
 
-        Until `done`, cells and host memory must stay held and the cells unread. False and InvalidGroups as in `store`.
+        A group that keeps tails writes those alone: the rest of its chunk is what it was. Until `done`, cells and host
+        memory must stay held and the cells unread. False and InvalidGroups as in `store`.
         """
-        rows = self._check(cells, host)
+        rows = self._check(cells, host, object_group)
         ring = self._loads
         slot = ring.take_slot()
         if slot is None:
             return False
         with ring.stream.use():
             began = ring.stream.mark()
-            ring.staging.chunk(slot).copy_(host, non_blocking=True)
-            ring.mover.scatter(ring.ids.stage(list(rows))[0][None], slot)
+            ring.part(slot, object_group).copy_(host, non_blocking=True)
+            ring.mover.scatter(ring.ids.stage(list(rows))[0][None], slot, object_group)
             ring.stages.append(_Stage(ring.stream.mark(), done, began, host.numel()))
         return True
 
@@ -255,10 +273,12 @@ class Transfers:
         self._stores.staging.close()
         self._loads.staging.close()
 
-    def _check(self, cells: npt.ArrayLike, host: torch.Tensor) -> torch.Tensor:
+    def _check(self, cells: npt.ArrayLike, host: torch.Tensor, object_group: int | None) -> torch.Tensor:
         rows = chunk_rows(cells, self.groups.chunk_tokens)
         if rows.shape[0] != 1:
             raise InvalidGroups(f"{rows.shape[0]} chunks at once: a ring slot holds one")
-        if host.shape != (self.chunk_bytes,) or host.dtype != torch.uint8:
-            raise InvalidGroups(f"a chunk is {self.chunk_bytes} bytes, not {host.dtype} {list(host.shape)}")
+        size = self.chunk_bytes if object_group is None else self.object_bytes(object_group)
+        if host.shape != (size,) or host.dtype != torch.uint8:
+            what = "a chunk" if object_group is None else f"a chunk's object group {object_group}"
+            raise InvalidGroups(f"{what} is {size} bytes, not {host.dtype} {list(host.shape)}")
         return rows

@@ -13,6 +13,7 @@ from cache.offload.chunks import Namespace, geometry_record
 from cache.offload.gather import Mover, chunk_rows
 from cache.offload.groups import Groups
 from cache.offload.host import HostSlab
+from cache.offload.objects import ObjectStores
 from cache.offload.staging import Staging
 from cache.offload.store import Store
 from cache.offload.transfers import Transfers
@@ -97,7 +98,9 @@ def test_an_engine_finds_in_host_memory_what_left_the_device_and_draws_the_same(
     engine = Engine(
         executor,
         clock=time.monotonic,
-        make_tiers=lambda tree: KvTiers(tree, cache, store, transfers, space, CHUNK, clock=time.monotonic),
+        make_tiers=lambda tree: KvTiers(
+            tree, cache, ObjectStores([store]), transfers, space, CHUNK, clock=time.monotonic
+        ),
     )
     for name in ("cold", "again"):
         engine.submit(name, prompt, max_new_tokens=3, sampling={"temperature": 0.0})

@@ -34,7 +34,9 @@ class FakeTier:
 
     name = "fake"
 
-    def __init__(self) -> None:
+    def __init__(self, script: FakeTier | None = None) -> None:
+        """script: whose faults these are too; None: its own."""
+        self._script = script or self
         self.records: dict[bytes, bytes] = {}
         self.loads: list[bytes] = []
         self.fault: str | None = None
@@ -44,6 +46,11 @@ class FakeTier:
         self._gate = threading.Event()
         self._gate.set()
         self.waiting = threading.Semaphore(0)
+        self._lanes: dict[int, FakeTier] = {0: self}
+
+    def lane(self, index: int) -> FakeTier:
+        """A tier for another object group of the same chunks, which fails as this one does."""
+        return self._lanes.setdefault(index, FakeTier(self))
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         self.records.update((chunk.key, payload(chunk)) for chunk in chunks)
@@ -52,13 +59,23 @@ class FakeTier:
         self._corrupt.add(chunk.key)
 
     def corrupt_all(self) -> None:
-        self._corrupt.update(self.records)
+        for lane in self._lanes.values():
+            lane._corrupt.update(lane.records)
+
+    def lose_all(self) -> None:
+        for lane in self._lanes.values():
+            lane.records.clear()
 
     def hold(self) -> None:
         self._gate.clear()
 
     def release(self) -> None:
         self._gate.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody waits for `release`."""
+        return self._gate.is_set()
 
     def known(self, chunks: Sequence[Chunk]) -> int:
         self._check()
@@ -67,7 +84,7 @@ class FakeTier:
     def load(self, chunk: Chunk, into: memoryview) -> None:
         self.loads.append(chunk.key)
         self.waiting.release()
-        self._gate.wait()
+        self._script._gate.wait()
         self._check()
         if chunk.key not in self.records:
             raise BadRecord("missing")
@@ -75,14 +92,15 @@ class FakeTier:
         if chunk.key in self._corrupt:
             into[:] = b"\xff" * len(into)  # NaN in any float
             del self.records[chunk.key]
+            self._corrupt.discard(chunk.key)
             raise BadRecord("checksum")
 
     def store(self, chunk: Chunk, payload: memoryview) -> bool:
-        self._gate.wait()
+        self._script._gate.wait()
         self._check()
-        if not self.is_full:
+        if not self._script.is_full:
             self.records[chunk.key] = bytes(payload)
-        return not self.is_full
+        return not self._script.is_full
 
     def status(self) -> TierStatus:
         return TierStatus(self.name, None, None, len(self.records))
@@ -91,5 +109,5 @@ class FakeTier:
         self.is_closed = True
 
     def _check(self) -> None:
-        if self.fault is not None:
-            raise TierFault(self.fault)
+        if self._script.fault is not None:
+            raise TierFault(self._script.fault)

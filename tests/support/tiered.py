@@ -14,14 +14,17 @@ from cache.offload.chunks import Namespace, geometry_record
 from cache.offload.disk import DiskTier
 from cache.offload.groups import Groups
 from cache.offload.host import HostSlab
+from cache.offload.objects import ObjectStores, needed_windows
 from cache.offload.records import Layout
 from cache.offload.redis_tier import RedisTier
 from cache.offload.store import Store
 from cache.offload.tiers import Tier
 from cache.offload.transfers import CopyStream, HostMark, InlineStream, Mark, Transfers
 from engine.kv_tiers import KvTiers
+from engine.tier_setup import object_namespace
 from support.looped import Engine
 from support.poison import poison_free_cells
+from support.tier_chunks import FakeTier
 from support.toy_decoder import VOCAB, ToyDecoder
 from support.toy_executor import toy_executor
 from support.toy_server import Overlapping
@@ -66,27 +69,37 @@ class Tiered(Engine):
         folder: Path | None = None,
         url: str | None = None,
         overlaps: bool = False,
+        tails: bool = False,
     ) -> None:
+        """tails: layers with a window keep theirs, as a server does unless told otherwise. A FakeTier is shared by all
+        object groups."""
         executor = toy_executor(model, capacity_cells=cells)
         cache = executor.cache_control
-        groups = Groups.of(model.geometry, torch.float32, CHUNK, separate=False, full_windows=True)
+        groups = Groups.of(model.geometry, torch.float32, CHUNK, separate=tails, full_windows=not tails)
         transfers = Transfers(cache.pool, groups, CPU, ring_slots=2, make_stream=stream)
         space = Namespace("toy", "float32", geometry_record(model.geometry), "table")
-        layout = Layout(space.digest, CHUNK, transfers.chunk_bytes)
-        if url is not None:
-            tiers = (RedisTier(url, layout),)
-        if folder is not None:
-            tiers = (DiskTier(folder, space, layout, 8 << 20),)
+        windows = needed_windows(groups)
+        stores = []
+        for index, window in enumerate(windows):
+            size, own = transfers.object_bytes(index), object_namespace(space, groups, index)
+            layout = Layout(own.digest, CHUNK, size)
+            below: list[Tier] = [tier.lane(index) if isinstance(tier, FakeTier) else tier for tier in tiers]
+            if url is not None:
+                below.append(RedisTier(url, layout))
+            if folder is not None:
+                below.append(DiskTier(folder / str(index), own, layout, 8 << 20, needs_parents=window is None))
+            stores.append(Store(HostSlab(size, slots * size, needs_parents=window is None), below))
         self.transfers = transfers
         self.cache = cache
-        self.store = Store(HostSlab(transfers.chunk_bytes, slots * transfers.chunk_bytes), tiers)
+        self.objects = ObjectStores(stores, windows)
+        self.store = stores[0]
         super().__init__(
             Overlapping(executor) if overlaps else executor,
             seqs=seqs,
             budget=24,
             chunk=8,
             clock=time.monotonic,
-            make_tiers=lambda tree: KvTiers(tree, cache, self.store, transfers, space, CHUNK, clock=time.monotonic),
+            make_tiers=lambda tree: KvTiers(tree, cache, self.objects, transfers, space, CHUNK, clock=time.monotonic),
         )
 
     def step(self):
@@ -114,26 +127,31 @@ class Tiered(Engine):
             assert in_tree.isdisjoint(load.cells.tolist()), "a cell was seen before its bytes were there"
         for keep in tiers._keeps:
             assert (references[keep.cells] >= 1).all(), "cells were let go while they are copied"
-            assert in_tree.issuperset(keep.cells.tolist())
-        residents = self.store.host._residents
-        with self.store.host._lock:
-            entries = {entry.key: entry for entry in residents.entries()}
-            held = sum(entry.holds for entry in entries.values())
-            filling = {key: each.parent for key, each in self.store.host._filling.items()}
-            roots = {root for root in (entry.owner for entry in entries.values())}
-        for entry in entries.values():
-            assert entry.parent in entries or entry.parent in roots, "a chunk outlived the one before it"
-        assert filling.keys().isdisjoint(entries), "a chunk was seen before its bytes were there"
-        assert held >= sum(parent is not None for parent in filling.values())
+        for store, window in zip(self.objects.stores, self.objects.windows, strict=True):
+            _check_host(store.host, is_closed=window is None)
 
     def close(self) -> None:
         """Everything that was taken has been given back."""
         self.forget_pool()
         metrics = self.executor.kv_metrics()
         assert (metrics.free_cells, metrics.num_sequences) == (self.executor.total_cells, 0)
-        self.store.flush(WAIT_S)
-        assert (self.store.host.holds, self.transfers.in_flight) == (0, 0)
-        self.store.close()
+        assert self.objects.flush(WAIT_S)
+        assert ([store.host.holds for store in self.objects.stores], self.transfers.in_flight) == (
+            [0] * len(self.objects.stores),
+            0,
+        )
+        self.objects.close()
+
+
+def _check_host(host: HostSlab, *, is_closed: bool) -> None:
+    """is_closed: no chunk is there without the one before it."""
+    with host._lock:
+        entries = {entry.key: (entry.parent, entry.owner, entry.holds) for entry in host._residents.entries()}
+        filling = {key: each.parent for key, each in host._filling.items()}
+    assert filling.keys().isdisjoint(entries), "a chunk was seen before its bytes were there"
+    assert sum(holds for _, _, holds in entries.values()) >= sum(parent is not None for parent in filling.values())
+    if is_closed:
+        assert all(parent in entries or parent == owner for parent, owner, _ in entries.values()), "an orphan"
 
 
 def tokens(seed: int, length: int) -> list[int]:
