@@ -17,8 +17,15 @@ from server.settings import Settings
 from support.live_server import LiveServer, live_server
 from support.scripted import ScriptedExecutor, scripted_client
 
-HAS_PACKAGE = importlib.util.find_spec("opentelemetry") is not None
-needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="needs opentelemetry: pip install 'cellserve[otel]'")
+
+def has_package() -> bool:
+    try:
+        return all(map(importlib.util.find_spec, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")))
+    except ModuleNotFoundError:  # of a parent
+        return False
+
+
+needs_package = pytest.mark.skipif(not has_package(), reason="needs opentelemetry: pip install 'cellserve[otel]'")
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
