@@ -2,6 +2,7 @@
 #
 #   make serve [MODEL=folder, GGUF file or hub id] [HOST=] [PORT=] [ARGS="--max-model-len 4096"]
 #   make test       what CI runs          make test-full  the long forms too
+#   make faults     every fault, at every moment      make soak   200,000 requests, and what is left of them
 #   make lint       ruff and mypy         make bench      the offline engine bench [ARGS="--streams 1"]
 #   make install    .venv alone           make clean      removes .venv and caches
 #
@@ -9,7 +10,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-full lint format bench clean
+.PHONY: help install serve test test-full faults soak lint format bench clean
 
 # Empty and not taken from the environment: what is not given here is left to CELLSERVE_* and the config file.
 MODEL =
@@ -48,6 +49,12 @@ test: $(READY)
 
 test-full: $(READY)
 	$(PYTEST) --full $(ARGS)
+
+faults: $(READY)
+	$(PYTEST) --full -k faults $(ARGS)
+
+soak: $(READY)
+	$(BIN)/python -m tests.load.soak $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
