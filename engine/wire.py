@@ -151,14 +151,14 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 def decode_to_engine(data: bytes) -> ToEngine:
     try:
         return _to_engine.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Garbled(str(error)) from error
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
     try:
         return _from_engine.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Garbled(str(error)) from error
 
 
