@@ -27,3 +27,16 @@ def test_the_floor_adds_prefill_and_one_pass_for_each_step_of_decode_rows() -> N
     assert ceilings.floor_tok_s(work) == pytest.approx(22 / (0.05 + 10 * 2e-3))
     assert ceilings.read_gb_s() == pytest.approx(4.0)
     assert ceilings.gflops(PREFILL_ROWS) == pytest.approx(512 * 2e6 / 0.1 / 1e9)
+
+
+def test_a_shared_prefix_is_the_same_in_all_requests_and_nothing_else_is() -> None:
+    work = bench.fixed(3, 3, vocab_size=10_000, num_in=12, num_out=1, num_shared=8)
+    prompts = [prompt for prompt, _ in work.requests]
+    assert len({prompt[:8] for prompt in prompts}) == 1
+    assert len({prompt[8:] for prompt in prompts}) == 3
+    assert {len(prompt) for prompt in prompts} == {12}
+
+
+def test_where_prompts_are_all_there_is_to_it_their_tokens_count() -> None:
+    assert bench.fixed(2, 2, 100, num_in=16, num_out=1).counted_tokens == 32
+    assert bench.fixed(2, 2, 100, num_in=16, num_out=3).counted_tokens == 6
