@@ -5,16 +5,22 @@ Each check is a function that returns what it found; none raises. torch is impor
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
 import re
+import resource
 import shutil
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
+import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +35,9 @@ Verdict = Literal["ok", "note", "fault"]
 _GIB = 1 << 30
 _LEAST_MEMORY_GIB = 2.0
 _LEAST_DISK_GIB = 5.0
+_LEAST_FILES = 4096
+"""Open files: each connection is one."""
+_ASK_S = 2.0
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _STYLES: dict[Verdict, str] = {"ok": "green", "note": "yellow", "fault": "bold red"}
 
@@ -54,15 +63,31 @@ def examine(settings: Settings) -> int:
 
 def find(settings: Settings) -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield packages()
     yield driver()
     yield from torch_and_gpus(settings.device)
     weights_bytes = 0
     for finding, size_bytes in model(settings.model):
         weights_bytes += size_bytes
         yield finding
-    yield memory(weights_bytes)
+    yield from room_on_gpu(settings, weights_bytes)
+    yield memory(weights_bytes, settings.kv_host_gib or 0.0)
     yield disk()
+    yield from tiers(settings)
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield address(settings)
+
+
+def packages() -> Finding:
+    """What a report of a fault must name."""
+    return Finding("cellserve", "ok", ", ".join(f"{name} {_version(name)}" for name in ("cellserve", "transformers")))
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def driver() -> Finding:
@@ -84,6 +109,8 @@ def torch_and_gpus(device: str) -> Iterator[Finding]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             yield _gpu(torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index), index)
+        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+            yield Finding("compiler", "fault", "no C compiler: Triton cannot build kernels (apt-get install gcc)")
         return
     wants_one = device.startswith("cuda")
     reason = "this torch is built without CUDA" if not torch.version.cuda else "torch sees none"
@@ -100,6 +127,28 @@ def _gpu(name: str, free_bytes: int, total_bytes: int, index: int) -> Finding:
     if free_bytes < total_bytes / 2:
         return Finding(f"GPU {index}", "note", f"{text}: something else uses it")
     return Finding(f"GPU {index}", "ok", text)
+
+
+def room_on_gpu(settings: Settings, weights_bytes: int) -> Iterator[Finding]:
+    """Nothing to say where the model runs on the CPU, or nobody knows how large it is."""
+    import torch
+
+    if settings.device == "cpu" or not weights_bytes or not torch.cuda.is_available():
+        return
+    device = torch.device("cuda" if settings.device == "auto" else settings.device)
+    yield room(weights_bytes, *torch.cuda.mem_get_info(device), settings.gpu_memory_utilization)
+
+
+def room(weights_bytes: int, free_bytes: int, total_bytes: int, utilization: float) -> Finding:
+    """Whether the weights leave memory for K/V."""
+    share = utilization * total_bytes
+    left = min(share, free_bytes) - weights_bytes
+    text = f"{weights_bytes / _GIB:.1f} GiB of weights in {min(share, free_bytes) / _GIB:.1f} GiB"
+    if left > 0:
+        return Finding("K/V", "ok" if left > 0.1 * share else "note", f"{text}: {left / _GIB:.1f} GiB are left for K/V")
+    if free_bytes < share:
+        return Finding("K/V", "fault", f"{text}: end what else uses the GPU, or take a smaller model")
+    return Finding("K/V", "fault", f"{text}: raise --gpu-memory-utilization ({utilization:g}) or take a smaller model")
 
 
 def model(name: str) -> Iterator[tuple[Finding, int]]:
@@ -149,9 +198,11 @@ def _folder(path: Path) -> Iterator[tuple[Finding, int]]:
         yield Finding("tokenizer", "note", "none: prompts and answers are ids"), 0
 
 
-def memory(weights_bytes: int) -> Finding:
+def memory(weights_bytes: int, kv_host_gib: float = 0.0) -> Finding:
     available = psutil.virtual_memory().available
     text = f"{available / _GIB:.1f} GiB available"
+    if available < kv_host_gib * _GIB:
+        return Finding("memory", "fault", f"{text}, but --kv-host-gib asks for {kv_host_gib:g}")
     if available < weights_bytes:
         return Finding("memory", "note", f"{text}, less than the weights: on a CPU the model will not fit")
     return Finding("memory", "ok" if available >= _LEAST_MEMORY_GIB * _GIB else "note", text)
@@ -167,9 +218,88 @@ def disk() -> Finding:
     return Finding("disk", "ok" if free >= _LEAST_DISK_GIB * _GIB else "note", text)
 
 
+def tiers(settings: Settings) -> Iterator[Finding]:
+    """What was asked for below the pool."""
+    if settings.kv_disk is not None:
+        yield _kv_disk(Path(settings.kv_disk), settings.kv_disk_gib or 0.0)
+    if settings.kv_redis is not None:
+        yield _kv_redis(settings.kv_redis.get_secret_value())
+
+
+def _kv_disk(folder: Path, asked_gib: float) -> Finding:
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return Finding("kv-disk", "fault", f"{place} cannot be written: --kv-disk {folder} needs a folder of its own")
+    kept_bytes = sum(file.stat().st_size for file in folder.glob("**/*") if file.is_file()) if folder.is_dir() else 0
+    free_gib = (shutil.disk_usage(place).free + kept_bytes) / _GIB
+    text = f"{free_gib:.1f} GiB for --kv-disk {folder}"
+    if free_gib < asked_gib:
+        return Finding("kv-disk", "fault", f"{text}, but --kv-disk-gib is {asked_gib:g}")
+    return Finding("kv-disk", "ok", f"{text}, {kept_bytes / _GIB:.1f} of it filled by an earlier server")
+
+
+def _kv_redis(url: str) -> Finding:
+    """Whether something answers there as Redis does. The URL may hold a password, and is not repeated."""
+    if importlib.util.find_spec("redis") is None:
+        return Finding("kv-redis", "fault", "--kv-redis needs the redis package: pip install redis")
+    address = urlsplit(url)
+    place = address.path if address.scheme == "unix" else f"{address.hostname}:{address.port or 6379}"
+    try:
+        if address.scheme == "unix":
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(_ASK_S)
+            connection.connect(address.path)
+        else:
+            connection = socket.create_connection((address.hostname or "localhost", address.port or 6379), _ASK_S)
+        with connection:
+            if address.scheme == "rediss":
+                return Finding("kv-redis", "ok", f"{place} takes connections")
+            connection.sendall(b"PING\r\n")
+            answer = connection.recv(64)
+    except OSError as error:
+        return Finding("kv-redis", "note", f"{place} does not answer ({error.strerror or error}): served without it")
+    if answer.startswith((b"+PONG", b"-NOAUTH")):
+        return Finding("kv-redis", "ok", f"{place} answers")
+    return Finding("kv-redis", "note", f"{place} answers, but not as Redis does: served without it")
+
+
+def open_files(limit: int) -> Finding:
+    if limit != resource.RLIM_INFINITY and limit < _LEAST_FILES:
+        return Finding("files", "note", f"{limit} may be open, one a connection: raise it (ulimit -n {_LEAST_FILES})")
+    return Finding(
+        "files", "ok", "any number may be open" if limit == resource.RLIM_INFINITY else f"{limit} may be open"
+    )
+
+
 def address(settings: Settings) -> Finding:
+    if settings.uds is not None:
+        return _unix_address(settings.uds)
     try:
         with run.bind(settings.host, settings.port) as listener:
-            return Finding("port", "ok", f"{run.url_of(settings.model_copy(update={'uds': None}), listener)} is free")
+            return Finding("port", "ok", f"{run.url_of(settings, listener)} is free")
     except ConfigError as error:
-        return Finding("port", "fault", str(error))
+        return Finding("port", "fault", f"{error}{_who_answers(settings)}")
+
+
+def _unix_address(path: Path) -> Finding:
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        return Finding("socket", "fault", f"--uds {path}: its folder cannot be written")
+    if path.is_socket() and run.is_answered(path):
+        return Finding("socket", "fault", f"--uds {path}: a server listens there")
+    if path.exists() and not path.is_socket():
+        return Finding("socket", "fault", f"--uds {path}: something that is no socket lies there")
+    return Finding("socket", "ok", f"{path} is free")
+
+
+def _who_answers(settings: Settings) -> str:
+    """Of a server of ours that has the port: what it says of itself."""
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    try:
+        answer = httpx.get(f"{scheme}://{host}:{settings.port}/ready", timeout=_ASK_S, verify=False, trust_env=False)
+        told: Any = answer.json()
+        phase = told["phase"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return "; what has it does not answer as cellserve does"
+    counted = f" ({told['done']} of {told['of']})" if isinstance(told.get("of"), int) else ""
+    return f"; a cellserve has it and says: {str(phase)[:80]}{counted}"

@@ -86,7 +86,7 @@ def bind_unix(path: Path) -> socket.socket:
     """Take a Unix socket's path; one that a server left behind is taken over. Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.is_socket() and not _is_answered(path):
+        if path.is_socket() and not is_answered(path):
             path.unlink()
         listener.bind(str(path))
         listener.listen(_BACKLOG)
@@ -97,7 +97,8 @@ def bind_unix(path: Path) -> socket.socket:
     return listener
 
 
-def _is_answered(path: Path) -> bool:
+def is_answered(path: Path) -> bool:
+    """Whether a server listens at this Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(str(path)) == 0
 
