@@ -19,7 +19,7 @@ from engine.client import ProcessClient
 from engine.config import EngineConfig
 from engine.errors import CellserveError, ConfigError, Draining, EngineUnavailable, ModelError, QueueFull
 from engine.types import SamplingParams
-from engine.wire import Garbled, Submit, decode_from_engine, decode_to_engine, encode
+from engine.wire import Garbled, Opener, Sealer, Stop, Submit, decode_from_engine, decode_to_engine, encode
 from support.running import TIMEOUT_S, asyncio_test, read, request
 
 
@@ -298,3 +298,14 @@ def test_what_is_no_message_is_refused_at_both_ends() -> None:
     with pytest.raises(Garbled):
         decode_from_engine(submit)
     assert decode_to_engine(submit) == Submit(request())
+
+
+def test_a_message_that_never_came_or_came_twice_is_found_out_by_the_next_one() -> None:
+    sealer = Sealer()
+    sealed = [sealer.seal(Stop()) for _ in range(3)]
+    opener = Opener(decode_to_engine)
+    assert opener.open(sealed[0]) == Stop()
+    for wrong in (sealed[2], sealed[0], b""):
+        with pytest.raises(Garbled, match=r"where 1 was due"):
+            opener.open(wrong)
+    assert opener.open(sealed[1]) == Stop()

@@ -211,3 +211,11 @@ def test_an_engine_in_this_process_that_hangs_ends_the_server_by_name() -> None:
         assert re.search(r"no step has finished for \d\.\d s", said)
         executor.release()
         assert json.loads(server.http.get("/health").text)["error"]["code"] == "engine_unavailable"
+
+
+def test_an_engine_that_hangs_does_not_hold_up_a_drain() -> None:
+    with scene("hang") as (server, _):
+        answer = in_background(lambda: server.http.post(PATH, json={"prompt": [5], "max_tokens": 50}))
+        until(lambda: server.metric("cellserve:choices_started_total") == 1)
+        server.run(server.app.state.lifecycle.drain(600))
+        assert (answer().status_code, answer().json()["error"]["code"]) == (503, "engine_unavailable")
