@@ -79,7 +79,7 @@ class _Keep:
     cells: I32
     """Held until nothing reads them any more: the tree may get others for the same tokens."""
     next: int = 0
-    """Of all objects, chunk by chunk."""
+    """Of all objects, group by group."""
     refused: set[int] = field(default_factory=set)
     """Object groups whose store has no room, or no use for what follows."""
     gathering: int = 0
@@ -234,8 +234,8 @@ class KvTiers:
             return False
         fetch.is_loading = True
         begins = self._begins(first, last)
-        objects = [(chunk, group) for chunk in range(first, last) for group in range(len(begins))]
-        objects = [(chunk, group) for chunk, group in objects if chunk >= begins[group]]
+        # Group by group: what moves together is of one group.
+        objects = [(chunk, group) for group, begin in enumerate(begins) for chunk in range(begin, last)]
         self._loads.append(_Load(fetch, lease, cells, first, last, objects))
         return True
 
@@ -260,7 +260,7 @@ class KvTiers:
                 host.release(chunk)
                 break
             load.next += 1
-            self._transfers.poll()
+        self._transfers.poll()
         if load.landed == len(load.objects):
             self._finish_loading(load)
 
@@ -316,8 +316,10 @@ class KvTiers:
         return len(keep.chunks) * len(self._objects.stores)
 
     def _copy_down(self, keep: _Keep) -> None:
-        while keep.next < self._num_objects(keep) and self._transfers.can_store:
-            index, group = divmod(keep.next, len(self._objects.stores))
+        while keep.next < self._num_objects(keep):
+            group, index = divmod(keep.next, len(keep.chunks))
+            if not self._transfers.can_store(group):
+                break
             keep.next += 1
             store, chunk = self._objects.stores[group], keep.chunks[index]
             if group in keep.refused:
@@ -341,7 +343,7 @@ class KvTiers:
 
             keep.gathering += 1
             self._transfers.store(cells, memory, gathered=gathered, done=done, object_group=group)
-            self._transfers.poll()
+        self._transfers.flush()
 
     def _chunks(self, salt: str | None, tokens: Tokens) -> list[Chunk]:
         name = "" if salt is None else f"salt {salt}"  # no salt is not the empty one

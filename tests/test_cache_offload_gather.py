@@ -202,6 +202,50 @@ def test_traffic_is_what_is_finished_and_takes_the_streams_own_time() -> None:
     assert (loaded.size, loaded.in_flight) == (0, 0)
 
 
+def test_chunks_of_one_object_group_move_in_batches_launched_when_full_or_told() -> None:
+    transfers, _, loads = held_transfers(slots=4)
+    host, nothing = host_of(transfers), lambda: None
+    assert transfers.batch_size == 2
+    assert transfers.load(host, range(16), done=nothing)
+    assert loads.marks == 0, "it waits for another one"
+    assert transfers.load(host, range(16, 32), done=nothing)
+    assert loads.marks == 2
+    assert transfers.load(host, range(32, 48), done=nothing)
+    transfers.flush()
+    assert loads.marks == 4
+    assert not transfers.load(host, range(48, 64), done=nothing), "both pages are under way"
+    loads.finished = 2
+    transfers.poll()
+    assert transfers.in_flight == 1
+    assert transfers.load(host[: transfers.object_bytes(0)], range(48, 64), done=nothing, object_group=0)
+    assert not transfers.load(host[: transfers.object_bytes(1)], range(16), done=nothing, object_group=1)
+    assert loads.marks == 6, "another group's chunk launches what has gathered"
+
+
+def test_object_groups_come_back_one_by_one_bit_for_bit_and_a_tail_writes_no_more_than_itself() -> None:
+    pool = filled_pool(WINDOWED, torch.float16)
+    groups = Groups.of(WINDOWED, torch.float16, CHUNK)
+    transfers = Transfers(pool, groups, CPU, ring_slots=4)
+    assert len(groups.object_groups) > 1
+    before = [tensor.clone() for tensor in raw(pool)]
+    source, target = np.arange(0, 32, 2).reshape(1, 16), np.arange(32, 48).reshape(1, 16)
+    for group in groups.object_groups:
+        host = torch.zeros(transfers.object_bytes(group.index), dtype=torch.uint8)
+        sides = {"gathered": lambda: None, "done": lambda: None}
+        assert transfers.store(source, host, object_group=group.index, **sides)
+        transfers.poll()
+        assert transfers.load(host, target, done=lambda: None, object_group=group.index)
+        transfers.poll()
+        for member in groups.members(group.index):
+            kept = member.slots_per_chunk
+            for layer in member.layers:
+                for tensors, olds in ((pool.keys, before[: len(pool.keys)]), (pool.values, before[len(pool.keys) :])):
+                    new, old = tensors[layer].view(torch.uint8).flatten(1), olds[layer].flatten(1)
+                    assert torch.equal(new[target[0, -kept:] + 1], old[source[0, -kept:] + 1])
+                    assert torch.equal(new[target[0, :-kept] + 1], old[target[0, :-kept] + 1]) or kept == CHUNK
+    transfers.close()
+
+
 def test_a_full_ring_refuses_and_the_other_direction_goes_on() -> None:
     transfers, stores, loads = held_transfers(slots=2)
     host, nothing = host_of(transfers), lambda: None
@@ -215,7 +259,7 @@ def test_a_full_ring_refuses_and_the_other_direction_goes_on() -> None:
 
 def test_what_is_no_chunk_is_refused_before_anything_begins() -> None:
     transfers, _, _ = held_transfers()
-    with pytest.raises(ValueError, match="2 chunks at once"):
+    with pytest.raises(ValueError, match="32 cells are not one chunk of 16"):
         transfers.load(host_of(transfers), range(32), done=lambda: None)
     with pytest.raises(ValueError, match="bytes, not"):
         transfers.load(host_of(transfers)[1:], range(16), done=lambda: None)

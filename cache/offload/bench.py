@@ -149,12 +149,15 @@ def _both(transfers: Transfers, rows: np.ndarray, host: Sequence[torch.Tensor], 
 
 
 def _enqueue_s(transfers: Transfers, rows: np.ndarray, host: Sequence[torch.Tensor]) -> float:
-    """What one load takes of the engine thread. On a CPU that is the copy itself too."""
+    """What loading takes of the engine thread, a chunk. On a CPU that is the copy itself too."""
+    batch = min(transfers.batch_size, len(host))
     times = []
-    for number in range(min(64, len(host))):
+    for first in range(0, len(host) - batch + 1, batch):
         started = time.perf_counter()
-        assert transfers.load(host[number], rows[number], done=_nothing)
-        times.append(time.perf_counter() - started)
+        for number in range(first, first + batch):
+            assert transfers.load(host[number], rows[number], done=_nothing)
+        transfers.flush()
+        times.append((time.perf_counter() - started) / batch)
         while transfers.in_flight:
             transfers.poll()
     return statistics.median(times)
@@ -238,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--chunk-tokens", type=int, default=64)
     parser.add_argument("--chunks", type=int, default=128, help="moved in each direction")
-    parser.add_argument("--slots", type=int, default=4, help="of each staging ring")
+    parser.add_argument("--slots", type=int, help="of each staging ring (default: what a server takes)")
     parser.add_argument("--entries", type=int, default=1_000_000, help="of the index")
     return parser
 
