@@ -12,7 +12,17 @@ await client.close(drain_s=30)
 from engine.dispatch import EngineClient, EnginePhase
 from engine.inprocess import InProcessClient
 from engine.lives import EngineLives
+from engine.relay import Relay, RelayedClient
 from engine.spawned import ProcessClient
 from engine.streams import RequestStream
 
-__all__ = ["EngineClient", "EngineLives", "EnginePhase", "InProcessClient", "ProcessClient", "RequestStream"]
+__all__ = [
+    "EngineClient",
+    "EngineLives",
+    "EnginePhase",
+    "InProcessClient",
+    "ProcessClient",
+    "Relay",
+    "RelayedClient",
+    "RequestStream",
+]

@@ -14,7 +14,6 @@ from typing import Self
 
 from engine.types import TokenLogprobs, Update
 
-
 TAKEN_TOKENS = 64
 """The most that `RequestStream.take` gives at once."""
 
@@ -93,7 +92,7 @@ class RequestStream:
         self._on_news = call
 
     def take(self) -> Update | None:
-        """What is longest unread, or None; never waits. At most TAKEN_TOKENS tokens, so that no answer to it is huge."""
+        """What is longest unread, or None; never waits. At most TAKEN_TOKENS tokens, so that no answer is huge."""
         if not self._unread:
             return None
         index, update = next(iter(self._unread.items()))

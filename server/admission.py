@@ -16,6 +16,7 @@ from types import TracebackType
 
 from server import errors
 from server.key_limits import Account
+from server.shares import Share
 
 BYTES_PER_TOKEN = 3
 """Of text, for the estimate: low, for a refusal later than need be costs more than one that comes too early."""
@@ -97,13 +98,16 @@ class Admission:
         max_queued_tokens: int | None = None,
         overload_status: int = 429,
         on_refused: Callable[[str], None] = lambda reason: None,
+        share: Share | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = lambda: random.uniform(0.9, 1.1),
     ) -> None:
         """capacity: sequences running plus waiting. max_queued_tokens: prompt tokens that wait to be run; None: any.
 
-        on_refused: told the reason of each refusal, for the counters.
+        on_refused: told the reason of each refusal, for the counters. share: with other processes that admit to the
+        same engine: the bounds are of all together.
         """
+        self._share = share
         self.capacity = capacity
         self.max_queued_tokens = max_queued_tokens
         self.in_use = 0
@@ -129,10 +133,11 @@ class Admission:
             raise errors.request_too_large(
                 f"the request asks for {slots} sequences (prompts x n), but this server holds at most {self.capacity}"
             )
-        if self.in_use + slots > self.capacity:
+        in_use = self.in_use + self._of_others()[0]
+        if in_use + slots > self.capacity:
             self._on_refused("queue_full")
             raise errors.queue_full(
-                f"the server is full: {self.in_use} of {self.capacity} sequences are taken, {slots} more asked for",
+                f"the server is full: {in_use} of {self.capacity} sequences are taken, {slots} more asked for",
                 self.retry_after_s(slots),
                 status=self._overload_status,
             )
@@ -146,6 +151,7 @@ class Admission:
                 self._on_refused(error.code)
                 raise
         self.in_use += slots
+        self._tell()
         reservation = Reservation(self, slots, 0, account)
         self._enqueue(reservation, tokens)
         return reservation
@@ -165,11 +171,11 @@ class Admission:
 
     def _check_queue(self, tokens: int) -> None:
         limit = self.max_queued_tokens
-        if limit is not None and self.queued_tokens + tokens > limit:
+        queued = self.queued_tokens + self._of_others()[1]
+        if limit is not None and queued + tokens > limit:
             self._on_refused("queue_full")
             raise errors.queue_full(
-                f"the queue is full: {self.queued_tokens} of {limit} prompt tokens wait to be run, {tokens} more "
-                "asked for",
+                f"the queue is full: {queued} of {limit} prompt tokens wait to be run, {tokens} more asked for",
                 self.retry_after_s(0),
                 status=self._overload_status,
             )
@@ -193,17 +199,34 @@ class Admission:
             self._throughput.begin()
         reservation.tokens += tokens
         self.queued_tokens += tokens
+        self._tell()
 
     def _dequeue(self, reservation: Reservation, tokens: int, *, is_computed: bool) -> None:
         if not tokens:
             return
         reservation.tokens -= tokens
         self.queued_tokens -= tokens
+        self._tell()
         self._throughput.left(tokens if is_computed else 0, is_empty=not self.queued_tokens)
 
     def _give_back(self, slots: int) -> None:
         self.in_use -= slots
+        self._tell()
         self._releases.append((self._clock(), slots))
+
+    @property
+    def in_all(self) -> tuple[int, int]:
+        """(sequences, prompt tokens that wait) of all processes that admit to the engine."""
+        slots, tokens = self._of_others()
+        return self.in_use + slots, self.queued_tokens + tokens
+
+    def _of_others(self) -> tuple[int, int]:
+        """(sequences, prompt tokens that wait) of the other processes."""
+        return (0, 0) if self._share is None else self._share.others()
+
+    def _tell(self) -> None:
+        if self._share is not None:
+            self._share.tell(self.in_use, self.queued_tokens)
 
 
 class _Throughput:

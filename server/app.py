@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
@@ -23,11 +23,13 @@ from server.admission import Admission, default_queued_tokens
 from server.errors import ApiError
 from server.guards import BodyLimit, Framing, KeyGuard, MediaType, OriginGuard, PhaseGuard, Trace
 from server.key_limits import Accounts
-from server.lifecycle import Lifecycle
+from server.lifecycle import Lifecycle, Patience
 from server.live import Live
 from server.metrics import Metrics
 from server.serving import Serving
 from server.settings import Settings
+from server.shares import Share
+from server.siblings import Siblings, nobody
 from server.text import Text
 from server.tracing import Tracer
 from server.web_page import Page
@@ -39,13 +41,23 @@ log = logging.getLogger("cellserve.server")
 _PARTS = (completions, chat, embeddings, tokens, running, models, kv_status, live, probes)
 
 
-def create_app(client: EngineClient, settings: Settings) -> FastAPI:
+def create_app(
+    client: EngineClient,
+    settings: Settings,
+    *,
+    share: Share | None = None,
+    patience: Patience | None = None,
+    ask_siblings: Callable[[str], Awaitable[tuple[str, ...]]] = nobody,
+) -> FastAPI:
     """The whole server around an engine that was not started yet.
 
     Its lifespan starts the engine in the background and closes it at the end: /live and /ready answer at once, API
     routes when the engine is ready. Raises ConfigError when a key file cannot be read.
 
-    app.state: `lifecycle`, `metrics` and `live` always, `serving` once the engine has been ready.
+    share, patience, ask_siblings: of one of several API processes; what it admits with the others, its patience with
+    the engine where that is not the options', and how it asks the others.
+
+    app.state: `lifecycle`, `metrics`, `live` and `siblings` always, `serving` once the engine has been ready.
     """
     names = settings.names()
     tracer = Tracer(settings.otlp_endpoint, models.version()) if settings.otlp_endpoint else None
@@ -76,13 +88,14 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
             max_queued_tokens=max_queued_tokens,
             overload_status=settings.overload_status,
             on_refused=metrics.rejected,
+            share=share,
         )
         accounts = Accounts(settings.key_limits())
         app.state.serving = Serving(
             client, settings, text, admission, names, metrics, models.fingerprint(info), accounts
         )
 
-    lifecycle = Lifecycle(client, on_ready, settings.patience())
+    lifecycle = Lifecycle(client, on_ready, patience or settings.patience())
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -126,6 +139,7 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
     app.state.lifecycle = lifecycle
     app.state.metrics = metrics
     app.state.live = Live(client)
+    app.state.siblings = Siblings(metrics, lambda: _running_of(app), ask_siblings)
     for part in _PARTS:
         app.include_router(part.router)
     if settings.test_faults:
@@ -135,6 +149,11 @@ def create_app(client: EngineClient, settings: Settings) -> FastAPI:
     if page is not None:
         app.include_router(page.router())
     return app
+
+
+def _running_of(app: FastAPI) -> running.Running | None:
+    serving: Serving | None = getattr(app.state, "serving", None)
+    return None if serving is None else serving.running
 
 
 def _cors(settings: Settings) -> list[Middleware]:

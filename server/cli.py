@@ -10,6 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.errors import CellserveError, ConfigError, ModelError
-from server import batch, bench, doctor, kv_command, run, settings, terminal_chat
+from server import batch, bench, doctor, kv_command, run, settings, terminal_chat, workers
 from server.models import version
 from server.settings import ENV_PREFIX, Settings
 
@@ -171,6 +172,11 @@ def _metavar(info: FieldInfo) -> str:
 
 def _serve(args: argparse.Namespace) -> int:
     options = settings.load(flags_of(args), args.config).settings
+    if options.api_workers > 1:
+        with ExitStack() as listening:
+            listeners = [listening.enter_context(one) for one in run.listen_for_workers(options)]
+            _check_folder(options.model)
+            return workers.serve(options, listeners)
     with run.listen(options) as listener:
         _check_folder(options.model)
         return run.serve(_engine(options), options, listener)

@@ -11,6 +11,7 @@ Event-loop thread only.
 
 from __future__ import annotations
 
+import json
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from engine.client import EngineLives
@@ -241,9 +243,64 @@ class Metrics:
         """Where K/V was when somebody looked last."""
         self._engine_collector.kv = report
 
-    def render(self) -> bytes:
-        """The Prometheus text, of content type `CONTENT_TYPE`."""
-        return generate_latest(self._registry)
+    def render(self, others: Iterable[Sums] = ()) -> bytes:
+        """The Prometheus text, of content type `CONTENT_TYPE`. others: `sums` of the server's other processes."""
+        return generate_latest(_Together(self._registry, self._families_of_one(), others))
+
+    def sums(self) -> Sums:
+        """What adds up with other processes' to the figures of the whole server."""
+        of_one = self._families_of_one()
+        return {
+            _key(family, sample): sample.value
+            for family in self._registry.collect()
+            if family.name not in of_one
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+    def _families_of_one(self) -> frozenset[str]:
+        """What no sum is made of: the engine's numbers, and a start and limits that stand for all processes."""
+        return self._engine_collector.families | _OF_ONE
+
+
+Sums = dict[str, float]
+"""Value by family, sample and labels, as `_key` writes them."""
+
+_OF_ONE = frozenset({"process_start_time_seconds", "process_max_fds"})
+
+
+def _key(family: Metric, sample: Sample) -> str:
+    return json.dumps([family.name, sample.name, sorted(sample.labels.items())])
+
+
+class _Together(CollectorRegistry):
+    """One process's families with other processes' sums added."""
+
+    def __init__(self, registry: CollectorRegistry, of_one: frozenset[str], others: Iterable[Sums]) -> None:
+        super().__init__()
+        self._one = registry
+        self._of_one = of_one
+        self._sums: Sums = {}
+        for sums in others:
+            for key, value in sums.items():
+                self._sums[key] = self._sums.get(key, 0.0) + value
+
+    def collect(self) -> Iterator[Metric]:
+        missing: dict[str, list[Sample]] = {}
+        families = list(self._one.collect())
+        known = {_key(family, sample) for family in families for sample in family.samples}
+        for key, value in self._sums.items():
+            if key not in known:
+                name, sample, labels = json.loads(key)
+                missing.setdefault(name, []).append(Sample(sample, dict(labels), value))
+        for family in families:
+            if family.name not in self._of_one:
+                summed = [
+                    sample._replace(value=sample.value + self._sums.get(_key(family, sample), 0.0))
+                    for sample in family.samples
+                ]
+                family.samples = summed + missing.get(family.name, [])
+            yield family
 
 
 def _tier_gauge(name: str, text: str) -> GaugeMetricFamily:
@@ -306,6 +363,11 @@ class _EngineCollector(Collector):
 
     def describe(self) -> list[Metric]:
         return []  # Else registering would collect once, before the engine is there.
+
+    @property
+    def families(self) -> frozenset[str]:
+        """Names of what is the engine's, and so the same in all of its processes."""
+        return frozenset(family.name for family in self.collect()) - {"cellserve:requests_rerun"}
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats

@@ -51,13 +51,15 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
 async def load(request: Request) -> dict[str, int]:
     """Choices that run or wait, for balancers that ask rather than scrape."""
     serving: Serving = request.app.state.serving
-    return {"server_load": serving.client.num_outstanding}
+    elsewhere = serving.admission.in_all[0] - serving.admission.in_use
+    return {"server_load": serving.client.num_outstanding + elsewhere}
 
 
 @router.get("/server_info", operation_id="server_info")
 async def server_info(request: Request) -> dict[str, Any]:
     """What runs here and how it was set up. No key, and no path that the user did not give."""
     serving: Serving = request.app.state.serving
+    sequences, queued_tokens = serving.admission.in_all
     engine = asdict(serving.client.info)
     del engine["tokenizer_dir"]
     return {
@@ -67,9 +69,9 @@ async def server_info(request: Request) -> dict[str, Any]:
         "has_api_keys": bool(serving.settings.api_key or serving.settings.api_key_file),
         "engine": engine,
         "admission": {
-            "sequences": serving.admission.in_use,
+            "sequences": sequences,
             "max_sequences": serving.admission.capacity,
-            "queued_tokens": serving.admission.queued_tokens,
+            "queued_tokens": queued_tokens,
             "max_queued_tokens": serving.admission.max_queued_tokens,
         },
         "stats": asdict(serving.client.stats),

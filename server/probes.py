@@ -21,6 +21,7 @@ from server import errors
 from server.lifecycle import Lifecycle
 from server.metrics import CONTENT_TYPE, Metrics
 from server.serving import Serving
+from server.siblings import Siblings
 
 SCRAPE_WAIT_S = 0.25
 """How long a scrape waits for the engine to say where K/V is."""
@@ -68,7 +69,8 @@ async def metrics(request: Request) -> Response:
             # A long step must not keep a scraper: the numbers of the last one stand.
             async with asyncio.timeout(SCRAPE_WAIT_S):
                 books.kv_seen(await serving.client.kv_report())
-    return Response(books.render(), media_type=CONTENT_TYPE)
+    siblings: Siblings = request.app.state.siblings
+    return Response(books.render(await siblings.sums()), media_type=CONTENT_TYPE)
 
 
 def _unwell(error: errors.ApiError, more: dict[str, Any]) -> Response:

@@ -82,6 +82,20 @@ def listen(settings: Settings) -> socket.socket:
     return bind(settings.host, settings.port) if settings.uds is None else bind_unix(settings.uds)
 
 
+def listen_for_workers(settings: Settings) -> list[socket.socket]:
+    """One listener for each API process. Raises ConfigError as `listen` does.
+
+    The kernel spreads connections evenly over sockets of one address; a Unix socket's wait in the one queue.
+    """
+    first = listen(settings)
+    if settings.uds is not None or not hasattr(socket, "SO_REUSEPORT"):
+        return [first, *(first.dup() for _ in range(settings.api_workers - 1))]
+    # Bound alone before, so that an address that another server shares with its own processes is found to be in use.
+    port = first.getsockname()[1]
+    first.close()
+    return [bind(settings.host, port, is_shared=True) for _ in range(settings.api_workers)]
+
+
 def bind_unix(path: Path) -> socket.socket:
     """Take a Unix socket's path; one that a server left behind is taken over. Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -103,8 +117,8 @@ def is_answered(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Raises ConfigError when the address cannot be had."""
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Raises ConfigError when the address cannot be had. is_shared: with other sockets bound in this way."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -113,6 +127,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} is no address of this machine") from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         # Its connections have it from here: the system buffers no more of an answer that is not read than we do.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -147,10 +163,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        # Listening before the engine starts, so that a fast start is told as a slow one is.
-        telling = asyncio.create_task(_tell(self._lifecycle.progress_changes()))
+        # Begun before the engine starts, so that a fast start is told as a slow one is.
+        self._announcement = asyncio.create_task(self._say_start())
         await super().startup(sockets)
-        self._announcement = asyncio.create_task(self._announce(telling))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Runs between two bytecodes of whatever the main thread was doing: only leave a note for the loop.
@@ -171,12 +186,16 @@ class Server(uvicorn.Server):
 
     async def _drain_and_stop(self, timeout_s: float) -> None:
         if timeout_s:
-            logs.tell(f"stopping; requests have {timeout_s:g} s to finish")
+            self._say_stop(timeout_s)
         await self._lifecycle.drain(timeout_s)
         self.should_exit = True
 
-    async def _announce(self, telling: asyncio.Task[None]) -> None:
-        """Tell the start's result in one line on stdout, or by an exit code. `telling` has told of the way there."""
+    def _say_stop(self, timeout_s: float) -> None:
+        logs.tell(f"stopping; requests have {timeout_s:g} s to finish")
+
+    async def _say_start(self) -> None:
+        """Tell of the way to a start, and its result in one line on stdout, or by an exit code."""
+        telling = asyncio.create_task(tell(self._lifecycle.progress_changes()))
         try:
             info = await self._lifecycle.wait_loaded()
         except CellserveError as error:
@@ -218,7 +237,7 @@ def ready_line(url: str, info: EngineInfo, settings: Settings) -> str:
     return f"ready: {url} serves {settings.names()[0]} with {info.kv_cells:,} K/V cells. Try: {command}"
 
 
-async def _tell(progress: AsyncIterator[Progress]) -> None:
+async def tell(progress: AsyncIterator[Progress]) -> None:
     """Each step of a start once on stderr: a line that changes on a terminal, else a line each. Until cancelled."""
     console = Console(stderr=True, force_terminal=False if logs.is_json() else None)
     with console.status("starting", spinner="line") as status:

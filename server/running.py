@@ -51,6 +51,9 @@ class Running:
 @router.delete("/v1/requests/{request_id}", operation_id="cancel_request")
 async def cancel_request(request: Request, request_id: str) -> dict[str, object]:
     """End a request by its X-Request-Id or by the id of its answer. Whoever waits for it is told that it was."""
-    if not request.app.state.serving.running.cancel(request_id, request.state.key):
+    key: str | None = request.state.key
+    is_here = request.app.state.serving.running.cancel(request_id, key)
+    # Two requests may have one name, and each its own process.
+    if not await request.app.state.siblings.cancel(request_id, key) and not is_here:
         raise errors.request_not_found(request_id)
     return {"id": request_id, "object": "request", "cancelled": True}

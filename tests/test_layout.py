@@ -30,8 +30,8 @@ ARROWS = {
 }
 
 HOMES = {
-    "zmq": ["engine.process", "engine.spawned"],
-    "msgspec": ["engine.wire"],
+    "zmq": ["engine.process", "engine.spawned", "engine.relay"],
+    "msgspec": ["engine.wire", "engine.relay"],
     "triton": ["static_graphs.kernels.*", "cache.attend.launch", "cache.attend.triton_cells", "cache.offload.kernels"],
     "cuda": ["cache.pool*"],
     "transformers": ["static_graphs.*", "engine.bench"],
