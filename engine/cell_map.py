@@ -23,7 +23,8 @@ from engine.view import CLAIMED, FIRST_SESSION, FREE, KEPT, SHARED, CellMap
 def draw(executor: Executor[Any], tree: RadixTree, leases: Mapping[Session, Lease], max_codes: int) -> CellMap:
     """leases: of every open session; the order of their codes. max_codes: cells shown at most."""
     references = executor.cell_references()
-    codes: npt.NDArray[np.uint16] = np.where(references > 0, CLAIMED, FREE).astype(np.uint16)
+    codes: npt.NDArray[np.uint16] = np.full(references.size, FREE, np.uint16)
+    codes[references > 0] = CLAIMED
     in_tree = [node.cells for node in tree.nodes()]
     if in_tree:
         cells = np.concatenate(in_tree)

@@ -186,6 +186,7 @@ class EngineLoop:
 
     def view(self, max_codes: int, behind_step: int) -> View:
         """What the pool holds, who runs and waits, and the last steps, for someone who looks."""
+        started = self._clock()
         cells, running = self._prefixes.draw(max_codes)
         below = self._prefixes.report().tiers
         waiting = [len(session.tokens) for session in self._scheduler.sessions() if session.executor_id is None]
@@ -193,9 +194,10 @@ class EngineLoop:
             cells=cells,
             sessions=tuple(session.viewed() for session in running),
             waiting=tuple(waiting[:MAX_WAITING_SHOWN]),
-            steps=self._recent.behind(behind_step, self._clock()),
+            steps=self._recent.behind(behind_step, started),
             tiers=() if below is None else below.tiers,
             stats=self.stats(),
+            cost_s=self._clock() - started,
         )
 
     def without_prefixes(self) -> EngineLoop:

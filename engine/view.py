@@ -82,3 +82,5 @@ class View:
     tiers: tuple[TierReport, ...] = ()
     """Below the pool, fastest first."""
     stats: EngineStats = field(default_factory=EngineStats)
+    cost_s: float = 0.0
+    """Engine time that this look took."""

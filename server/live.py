@@ -25,6 +25,8 @@ from server.streams import frame
 router = APIRouter(tags=["live"])
 
 PERIOD_S = 0.25
+LARGEST_COST = 0.02
+"""Part of the engine's time that looking may take: the larger and fuller a pool, the more seldom it is drawn."""
 MAX_CODES = 1 << 14
 """Cells that are shown at most: 32 KiB of codes."""
 MAX_VIEWERS = 16
@@ -67,13 +69,14 @@ class Live:
         engine = last_step = 0
         try:
             while self._client.phase.name == "ready":
-                due_s = time.monotonic() + PERIOD_S
+                asked_s = time.monotonic()
                 if engine != self._client.lives.ready:
                     engine, last_step = self._client.lives.ready, 0  # another one, which counts its own steps
                 view = await self._client.look(max_codes=MAX_CODES, behind_step=last_step)
                 if view.steps:
                     last_step = view.steps[-1].number
                 self._show(frame(described(view, time.monotonic())))
+                due_s = asked_s + max(PERIOD_S, view.cost_s / LARGEST_COST)
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         except EngineUnavailable:
             pass  # it ended, or is in a step too long to wait for: a viewer may come again

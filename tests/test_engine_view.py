@@ -143,6 +143,14 @@ def test_steps_are_told_once_and_only_the_last_are_kept() -> None:
     assert step.forwards == (("forward_others", 2, 2),)
 
 
+def test_a_look_says_what_it_cost() -> None:
+    times = iter(range(100))
+    executor = ScriptedExecutor(cells=64)
+    limits = scripted_loop(executor, scripted_info())._scheduler.limits
+    loop = EngineLoop(executor, limits, clock=lambda: float(next(times)))
+    assert loop.view(ALL, 0).cost_s == 1.0
+
+
 def test_what_waits_is_told_in_its_order_and_bounded() -> None:
     executor = ScriptedExecutor(cells=1 << 14, max_sessions=1)
     loop = EngineLoop(executor, scripted_loop(executor, scripted_info(max_num_seqs=1))._scheduler.limits)

@@ -39,7 +39,7 @@ export class Live {
 
   show(frame) {
     this.frame = frame;
-    this.history.push({ at: frame.at, ...frame.stats });
+    this.history.push({ at: frame.at, tiers: frame.tiers, ...frame.stats });
     while (this.history[0].at < frame.at - MINUTE) this.history.shift();
     this.map.show(frame.cells, frame.sessions);
     this.steps.add(frame.steps);
@@ -60,9 +60,14 @@ export class Live {
   /** What happened in the last RATE_S seconds: the differences of all sums, and the seconds. */
   recent() {
     const last = this.history.at(-1);
-    const first = this.history.find((entry) => entry.at >= last.at - RATE_S) ?? last;
+    const first = this.before(last);
     const since = (name) => last[name] - first[name];
     return { seconds: last.at - first.at, since };
+  }
+
+  /** The newest entry that is at least RATE_S older, or the oldest there is. */
+  before(entry) {
+    return this.history.findLast((other) => other.at <= entry.at - RATE_S) ?? this.history[0];
   }
 
   tiles({ cells, stats, sessions }) {
@@ -160,14 +165,13 @@ export class Live {
       ];
     });
     $("tiers").replaceChildren(...rows);
-    this.history.at(-1).tiers = tiers;
   }
 
   /** Bytes a second that came up from the tier, and went down to it. */
   traffic(tier) {
     const now = this.history.at(-1);
-    const before = this.history.find((entry) => entry.tiers && entry.at >= now.at - RATE_S);
-    const was = before?.tiers.find((other) => other.name === tier.name);
+    const before = this.before(now);
+    const was = before.tiers?.find((other) => other.name === tier.name);
     if (!was || now.at <= before.at) return { up: 0, down: 0 };
     const seconds = now.at - before.at;
     return {
@@ -179,12 +183,12 @@ export class Live {
 
 const milliseconds = (value) => (value < 100 ? `${value.toFixed(1)} ms` : `${count(value)} ms`);
 
-/** [when, tokens a second over the RATE_S before it]. */
+/** [when, tokens a second over the RATE_S before it, or since the entry before]. */
 function smoothed(history) {
   const rates = [];
   let from = 0;
-  history.forEach((entry) => {
-    while (history[from].at < entry.at - RATE_S) from += 1;
+  history.slice(1).forEach((entry) => {
+    while (history[from + 1].at <= entry.at - RATE_S) from += 1;
     const seconds = entry.at - history[from].at;
     const drawn = entry.generated_tokens - history[from].generated_tokens;
     if (seconds > 0) rates.push([entry.at, drawn / seconds]);
