@@ -15,6 +15,8 @@ from static_graphs.loading import random_module
 from static_graphs.model import model_from_config
 from support.looped import Engine
 from support.scripted import ScriptedExecutor, scripted_hidden
+from support.tier_chunks import FakeTier
+from support.tiered import Tiered, tokens
 from support.tiny_models import tiny
 from support.toy_decoder import ToyDecoder
 from support.toy_executor import toy_executor
@@ -197,3 +199,36 @@ def test_vectors_are_transformers_own_hidden_states(model_type: str, pooling: st
         assert engine.tokens(f"g{i}") == whole[0, i + 3 :].tolist()
     if pooling == "last":
         assert sum(engine.cached(name) for name in prompts) > 0
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_the_single_cache_embeds_one_prompt_after_another(pooling: str) -> None:
+    model = ToyDecoder()
+    executor = toy_executor(model, cache_kind="single", max_sessions=1)
+    engine = Engine(executor, seqs=1, budget=9, chunk=5, prefix_cache=False)
+    draw = random.Random(4)
+    prompts = {f"e{i}": [draw.randrange(32) for _ in range(draw.choice((1, 7, 30)))] for i in range(5)}
+    for name, prompt in prompts.items():
+        embed(engine, name, prompt, pooling)
+    engine.run()
+    for name, prompt in prompts.items():
+        hidden = model.plain_hidden(prompt).numpy()
+        assert vector(engine, name) == pytest.approx(
+            unit(hidden[-1] if pooling == "last" else hidden.sum(0)), abs=TOLERANCE
+        )
+
+
+def test_a_prefix_from_a_tier_gives_the_same_vector() -> None:
+    model = ToyDecoder()
+    engine = Tiered(model, FakeTier())
+    prompt = tokens(80, 45)
+    for name, pooling in (("cold", "last"), ("from host", "last"), ("mean", "mean")):
+        embed(engine, name, prompt, pooling)
+        engine.run()
+        engine.forget_pool()
+    assert [engine.cached(name) for name in ("cold", "from host", "mean")] == [0, 32, 0]
+    hidden = model.plain_hidden(prompt).numpy()
+    for name in ("cold", "from host"):
+        assert vector(engine, name) == pytest.approx(unit(hidden[-1]), abs=TOLERANCE)
+    assert vector(engine, "mean") == pytest.approx(unit(hidden.sum(0)), abs=TOLERANCE)
+    engine.close()
