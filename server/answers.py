@@ -220,8 +220,9 @@ def usage_frame(body: GenerationBody, head: Mapping[str, Any]) -> Callable[[Usag
     return lambda usage: frame({**head, "choices": [], "usage": usage.as_dict()})
 
 
-def usage_json(usage: Usage) -> str:
-    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+def usage_json(usage: Usage, *, untold: int = 0) -> str:
+    """untold: tokens that are counted already, but come in a later frame."""
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens - untold
     return f'{{"prompt_tokens": {prompt}, "completion_tokens": {completion}, "total_tokens": {prompt + completion}}}'
 
 

@@ -188,7 +188,7 @@ class _Writer:
         if self._body.return_token_ids:
             values = [json.dumps(self._prompt_ids if is_first else None), *values, json.dumps(token_ids)]
         if self._has_usage:
-            values.append(answers.usage_json(self._generation.usage))
+            values.append(answers.usage_json(self._generation.usage, untold=len(choice.news.token_ids)))
         return self._template.render(*values)
 
     def _logprobs(self, news: News) -> dict[str, Any]:

@@ -226,7 +226,7 @@ class _Writer:
             self._with_prompt_ids.add(choice.index)
             values += [json.dumps(token_ids), json.dumps(self._prompt(choice).token_ids if is_first else None)]
         if self._has_usage:
-            values.append(answers.usage_json(self._generation.usage))
+            values.append(answers.usage_json(self._generation.usage, untold=len(choice.news.token_ids)))
         return self._template.render(*values)
 
     def _prompt(self, choice: Choice) -> Prompt:

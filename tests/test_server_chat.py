@@ -81,6 +81,13 @@ def test_streamed_choices_begin_with_the_role_and_end_once(server: LiveServer) -
     assert all("usage" not in chunk for chunk in chunks)
 
 
+def test_the_chunk_with_the_role_counts_no_token_that_comes_behind_it(server: LiveServer) -> None:
+    chunks = post_stream(server.http, PATH, say("a", stream_options={"continuous_usage_stats": True}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[0] == 0
+    assert counts[-1] > 0
+
+
 def test_b05_logprobs_carry_the_bytes_of_each_token(server: LiveServer) -> None:
     (choice,) = chat(server, "s", logprobs=True, top_logprobs=2)["choices"]
     assert choice["message"]["content"] == "😊"

@@ -370,6 +370,14 @@ def test_continuous_usage_counts_in_every_chunk(server: LiveServer) -> None:
     assert all(chunk["usage"]["total_tokens"] == chunk["usage"]["completion_tokens"] + 1 for chunk in chunks)
 
 
+def test_an_echoed_prompts_chunk_counts_no_token_that_comes_behind_it(server: LiveServer) -> None:
+    body = {"prompt": "q", "echo": True, "max_tokens": 3, "stream_options": {"continuous_usage_stats": True}}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in post_stream(server.http, PATH, body)]
+    assert counts[0] == 0
+    assert counts[-1] == 3
+    assert len(set(counts)) == len(counts)
+
+
 def test_token_ids_are_returned_when_asked(server: LiveServer, tiny: TinyTokenizer) -> None:
     choice = choice_of(server, prompt="q", max_tokens=2, return_token_ids=True)
     assert choice["prompt_token_ids"] == [113]
