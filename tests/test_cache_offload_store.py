@@ -6,10 +6,13 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
+from cache.geometry import Geometry, LayerGeometry, Reach
 from cache.offload.chunks import Chunk
+from cache.offload.groups import Groups
 from cache.offload.host import HostSlab, bytes_view
-from cache.offload.objects import ObjectStores, Prefetch
+from cache.offload.objects import ObjectStores, Prefetch, needed_windows
 from cache.offload.store import Store
 from cache.offload.tiers import Tier
 from support.tier_chunks import PAYLOAD_BYTES, FakeTier, path, payload
@@ -206,3 +209,51 @@ def test_random_traffic_over_faulty_tiers_never_yields_wrong_bytes(make_store: M
         assert job.wait(WAIT_S)
     assert store.flush(WAIT_S)
     assert hits > 0
+
+
+# --- object groups ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_objects(make_store: MakeStore) -> Callable[..., ObjectStores]:
+    def make(tier: FakeTier, *windows: int | None) -> ObjectStores:
+        stores = [make_store(tier.lane(index), slots=32) for index in range(len(windows))]
+        for store, window in zip(stores, windows, strict=True):
+            store.host._needs_parents = window is None
+        return ObjectStores(stores, windows)
+
+    return make
+
+
+def test_of_a_window_only_the_chunks_before_the_end_are_brought(make_objects: Callable[..., ObjectStores]) -> None:
+    tier, chunks = FakeTier(), path(1, 8)
+    objects = make_objects(tier, None, 2)
+    tier.add(chunks)
+    tier.lane(1).add(chunks)
+    job = objects.prefetch(chunks, deadline_s=WAIT_S)
+    assert job.wait(WAIT_S)
+    assert job.arrived == 8
+    assert tier.lane(1).loads == [chunks[7].key, chunks[6].key]
+    job.close()
+
+
+def test_a_shorter_prefix_is_taken_where_a_window_before_the_longer_ones_end_is_lost(
+    make_objects: Callable[..., ObjectStores],
+) -> None:
+    """Probed downward from the end: neither chunk 6 nor 3 is there, so of windows of 2 the last whole one ends at 6."""
+    tier, chunks = FakeTier(), path(1, 8)
+    objects = make_objects(tier, None, 2)
+    tier.add(chunks)
+    tier.lane(1).add([chunk for chunk in chunks if chunk.index not in (3, 6)])
+    for length, usable in ((8, 6), (5, 3), (4, 3), (3, 3)):
+        job = objects.prefetch(chunks[:length], deadline_s=WAIT_S)
+        assert job.wait(WAIT_S)
+        assert job.arrived == usable
+        job.close()
+
+
+def test_a_prefix_of_layers_with_windows_alone_is_counted_by_the_first_group() -> None:
+    reaches = (Reach("window", 20), Reach("window", 4))
+    layers = tuple(LayerGeometry(1, 4, 4, reach) for reach in reaches)
+    assert needed_windows(Groups.of(Geometry(layers), torch.float32, 16)) == (None, 1)
+    assert needed_windows(Groups.of(Geometry((LayerGeometry(1, 4, 4), *layers)), torch.float32, 16)) == (None, 2, 1)

@@ -159,6 +159,22 @@ def test_what_was_computed_twice_is_taken_from_the_tree():
 # -- Eviction
 
 
+def test_other_cells_for_the_same_tokens_take_the_place_of_the_old_ones_and_branches_stay():
+    """From the lease's end to the tokens' end, which may lie inside an edge; what hangs behind stays where it is."""
+    bench = Bench().use(1, 2, 3, 4, 5, 6).use(1, 2, 3, 9)
+    tree, asked = bench.tree, ids(1, 2, 3, 4, 5)
+    assert tree.found(None, ids(1, 2, 3, 4, 7)).tolist() == [0, 1, 2, 3]
+    lease = tree.acquire(None, asked[:2])
+    own = bench.holder.compute(3)
+    tree.replace(lease, asked, own)
+    tree.extend(lease, asked, own)
+    assert tree.found(None, ids(1, 2, 3, 4, 5, 6)).tolist() == [0, 1, *own.tolist(), 5]
+    assert tree.found(None, ids(1, 2, 3, 9)).tolist() == [0, 1, int(own[0]), 6]
+    tree.release(lease)
+    tree.check_integrity()
+    assert tree.evict(tree.num_evictable) == 7
+
+
 def test_the_least_recently_used_leaf_goes_first_and_loses_no_more_than_it_must():
     bench = Bench().use(1, 1, 1).use(2, 2, 2).use(3, 3, 3).use(1, 1, 1)
     assert bench.tree.evict(2) == 2

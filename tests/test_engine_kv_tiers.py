@@ -58,6 +58,23 @@ def test_what_the_tree_has_inside_a_chunk_is_kept_and_the_rest_is_loaded(tiered:
     assert tiered.tokens("long") == model.continuation(prompt, 3)
 
 
+def test_each_turn_of_a_chat_computes_its_new_tokens_and_the_last_one_before(tiered: Tiered) -> None:
+    """Eight turns of 4 new tokens and an answer of 3: counted by what the engine ran, in the pool and from a tier."""
+    said: list[int] = []
+    for turn in range(8):
+        said += tokens(60 + turn, 4)
+        before = tiered.loop.stats().prompt_tokens
+        cached = tiered.ask(f"turn {turn}", said)
+        computed = tiered.loop.stats().prompt_tokens - before
+        assert computed == len(said) - cached
+        assert computed == (4 if turn == 0 else 5), "an answer's last token was drawn, never run"
+        said += tiered.tokens(f"turn {turn}")
+    tiered.forget_pool()
+    before = tiered.loop.stats().prompt_tokens
+    assert tiered.ask("from a tier", said) == 48
+    assert tiered.loop.stats().prompt_tokens - before == len(said) - 48
+
+
 def test_an_answer_is_kept_too_so_the_next_turn_finds_it(tiered: Tiered, model: ToyDecoder) -> None:
     prompt = tokens(3, 20)
     tiered.ask("first", prompt, new=20)
@@ -87,18 +104,19 @@ def test_salts_separate_tenants_in_the_tiers_too(tiered: Tiered) -> None:
     assert found == [0, 0, 0, 32]
 
 
-def test_eight_that_wait_for_the_same_prefix_load_it_once(model: ToyDecoder) -> None:
+def test_two_hundred_that_ask_the_same_at_once_load_each_chunk_once(model: ToyDecoder) -> None:
     tier, prompt = FakeTier(), tokens(5, 40)
     first = Tiered(model, tier)
     first.ask("first", prompt)
     first.close()
     tier.loads.clear()
     second = Tiered(model, tier)
-    for number in range(8):
-        second.submit(str(number), prompt, max_new_tokens=3, sampling=GREEDY)
+    names = [str(number) for number in range(200)]
+    for name in names:
+        second.submit(name, prompt, max_new_tokens=2, sampling=GREEDY)
     second.run()
-    assert [second.cached(str(number)) >= 32 for number in range(8)] == [True] * 8
-    assert all(second.tokens(str(number)) == model.continuation(prompt, 3) for number in range(8))
+    assert all(second.cached(name) >= 32 for name in names)
+    assert all(second.tokens(name) == model.continuation(prompt, 2) for name in names)
     assert len(tier.loads) == 2, "one load a chunk"
     second.close()
 

@@ -15,6 +15,7 @@ from engine.loop import EngineLoop
 from engine.tier_setup import GIB, weights_digest
 from engine.types import GenerateRequest, SamplingParams, Update
 from support.model_folder import write_folder
+from support.tiny_models import tiny
 
 PROMPT = tuple(range(100)) * 3
 MIB = 1 / 1024
@@ -30,10 +31,10 @@ def loop_of(model: str, **options: object) -> EngineLoop:
     return build_engine(EngineConfig(model, **(sizes | options)), lambda *_: None)[0]
 
 
-def ask(loop: EngineLoop, name: str) -> tuple[int, list[int]]:
+def ask(loop: EngineLoop, name: str, prompt: tuple[int, ...] = PROMPT) -> tuple[int, list[int]]:
     """-> prompt tokens that were there, tokens drawn."""
     sampling = SamplingParams(temperature=0.0)
-    loop.submit(GenerateRequest(name, PROMPT, sampling=sampling, max_new_tokens=4))
+    loop.submit(GenerateRequest(name, prompt, sampling=sampling, max_new_tokens=4))
     updates: list[Update] = []
     while loop.has_work():
         updates += loop.step()
@@ -56,6 +57,46 @@ def test_a_server_that_starts_again_finds_its_prompts_and_answers_the_same(model
     stored(first)
     second = loop_of(model, **disk)
     assert ask(second, "from disk") == (256, cold[1])
+    stored(second)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "full_windows", "num_groups"),
+    [("gemma3_text", False, 2), ("gemma3_text", True, 1), ("mistral", False, 1)],
+)
+def test_a_model_with_windows_finds_its_prompts_on_disk_in_each_of_its_object_groups(
+    tmp_path: Path, model_type: str, full_windows: bool, num_groups: int
+) -> None:
+    config = tiny(model_type, max_position_embeddings=512)
+    config.save_pretrained(tmp_path / "model")
+    options = {
+        **{"kv_disk": str(tmp_path / "kv"), "kv_disk_gib": 8 * MIB, "kv_full_windows": full_windows},
+        **{"load_format": "dummy", "seed": 1},
+    }
+    prompt = tuple(token % 64 for token in PROMPT)
+    first = loop_of(str(tmp_path / "model"), **options)
+    cold = ask(first, "cold", prompt)
+    assert len(first.kv_report().tiers.object_groups) == num_groups
+    stored(first)
+    second = loop_of(str(tmp_path / "model"), **options)
+    assert ask(second, "from disk", prompt) == (256, cold[1])
+    stored(second)
+    used = sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*") if path.is_file())
+    assert used <= 8 * MIB * GIB
+
+
+def test_a_model_with_more_object_groups_takes_the_folders_room_from_the_one_before(model: str, tmp_path: Path) -> None:
+    disk = {"kv_disk": str(tmp_path / "kv"), "kv_disk_gib": 8 * MIB}
+    first = loop_of(model, **disk)
+    ask(first, "first")
+    second_model = tmp_path / "model"
+    tiny("gemma3_text", max_position_embeddings=512).save_pretrained(second_model)
+    windowed = {**disk, "load_format": "dummy"}
+    with pytest.raises(ConfigError, match="in use by another server"):
+        loop_of(str(second_model), **windowed)
+    stored(first)
+    second = loop_of(str(second_model), **windowed)
+    assert list((tmp_path / "kv").glob("*/*.seg")) == []
     stored(second)
 
 
