@@ -56,7 +56,7 @@ from support.bench_engine import (
 )
 
 CASES = ("raw", "stack", "engine")
-WARM_UP_S = 1.0
+WARM_UP_S = 0.5
 READ_EVERY_S = 0.01
 """The reader sleeps between two looks at its sockets: waking for every frame would cost more than reading it."""
 PATIENCE_S = 60.0
@@ -117,7 +117,7 @@ def measure(command: Sequence[str], environment: dict[str, str], streams: int, s
         line = server.stdout.readline()
         if not line:
             raise RuntimeError(f"the server did not start: {' '.join(command)}")
-        with _Reader(int(line), streams) as reader:
+        with Reader(int(line), streams) as reader:
             reader.read_until(lambda: reader.num_begun == streams, PATIENCE_S)
             reader.read_for(WARM_UP_S)
             process = psutil.Process(server.pid)
@@ -143,7 +143,7 @@ def measure(command: Sequence[str], environment: dict[str, str], streams: int, s
     )
 
 
-class _Reader:
+class Reader:
     """Every stream a plain socket, none of it parsed: tokens carry a mark, and a frame opens one bracket."""
 
     def __init__(self, port: int, streams: int) -> None:
@@ -160,7 +160,7 @@ class _Reader:
             self._sockets[connection.fileno()] = connection
             self._poll.register(connection, select.EPOLLIN)
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -213,11 +213,15 @@ def _serve(case: str, streams: int, loop: str) -> int:
     else:
         config = EngineConfig(MODEL, max_num_seqs=streams, max_waiting=streams)
         app = create_app(ProcessClient(config, module="support.bench_engine"), settings)
+        watch = LoopWatch()
+        app.get("/worst_turn")(watch.worst_turn)
     server = uvicorn.Server(uvicorn_config(app, settings))
 
     async def run() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(server.serve(sockets=[listener]))
+            if case == "engine":
+                group.create_task(watch.run())
             if case != "raw":
                 await app.state.lifecycle.wait_loaded()
             print(listener.getsockname()[1], flush=True)
@@ -229,6 +233,24 @@ def _serve(case: str, streams: int, loop: str) -> int:
     else:
         asyncio.run(run())
     return 0
+
+
+class LoopWatch:
+    """How long the event loop kept a task waiting that only wants its turn."""
+
+    def __init__(self) -> None:
+        self._worst_s = 0.0
+
+    async def run(self) -> None:
+        while True:
+            started_s = time.perf_counter()
+            await asyncio.sleep(0.001)
+            self._worst_s = max(self._worst_s, time.perf_counter() - started_s - 0.001)
+
+    async def worst_turn(self) -> dict[str, float]:
+        """In ms, since it was asked last."""
+        worst_s, self._worst_s = self._worst_s, 0.0
+        return {"worst_ms": 1000 * worst_s}
 
 
 class RawApp:
@@ -287,7 +309,7 @@ class RawApp:
 
 
 def _records(rounds: dict[str, list[Round]], streams: int, loop: str) -> list[dict[str, Any]]:
-    common = {"machine": _machine(), "commit": _commit(), "date": datetime.now(UTC).date().isoformat()}
+    common = {"machine": machine(), "commit": commit(), "date": datetime.now(UTC).date().isoformat()}
 
     def median(case: str, name: str) -> float:
         return statistics.median(getattr(one, name) for one in rounds[case])
@@ -321,13 +343,13 @@ _RATES = ("tokens", "tokens_per_cpu_s")
 """What the raw app bounds."""
 
 
-def _machine() -> str:
+def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
     return f"{name}, {os.cpu_count()} cores"
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     described = subprocess.run(
         ("git", "describe", "--always", "--dirty=+", "--exclude=*"), capture_output=True, text=True, check=False
     )
