@@ -84,6 +84,8 @@ class Sample:
     descriptors: int
     threads: int
     tasks: int
+    cells_leaked: int
+    """Neither free nor in the prefix tree, while nothing runs."""
     p50_ms: float
     p99_ms: float
     """Of whole requests since the pause before, those that leave or read slowly aside."""
@@ -264,6 +266,7 @@ async def sample(run: Run, requests: int, processes: list[psutil.Process]) -> No
             descriptors=state["api"]["descriptors"],
             threads=sum(process.num_threads() for process in processes),
             tasks=state["api"]["tasks"],
+            cells_leaked=state["total_cells"] - state["free_cells"] - state["cached_cells"],
             p50_ms=float(np.percentile(latencies, 50)),
             p99_ms=float(np.percentile(latencies, 99)),
         )
@@ -319,6 +322,10 @@ def verdict(run: Run) -> tuple[dict[str, float], list[str]]:
     # A short run's slope is its first allocations.
     if samples and samples[-1].requests - samples[0].requests >= 10_000:
         wrong += [f"{name}: {mb:.2f} MB per 10,000 requests" for name, mb in figures.items() if mb > SLOPE_LIMIT_MB]
+    leaked = max(each.cells_leaked for each in samples)
+    figures["cells leaked"] = leaked
+    if leaked:
+        wrong.append(f"{leaked} cells leaked")
     for name in ("descriptors", "threads", "tasks"):
         first, last = (getattr(samples[index], name) for index in (0, -1))
         if last > first:
@@ -353,9 +360,11 @@ def lines_of(run: Run, figures: dict[str, float], requests: int, wall_s: float) 
         "commit": commit.stdout.strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    rows = [(name, round(value, 3), "MB/10k requests", SLOPE_LIMIT_MB) for name, value in figures.items()]
+    rows: list[tuple[str, float, str, float | None]] = [
+        (name, round(value, 3), "MB/10k requests", SLOPE_LIMIT_MB) for name, value in figures.items() if "slope" in name
+    ]
     rows += [
-        ("cells leaked", 0, "cells", 0),
+        ("cells leaked", figures["cells leaked"], "cells", 0),
         ("wrong answers", len(run.wrong), "answers", 0),
         ("requests", round(requests / wall_s, 1), "requests/s", None),
     ]

@@ -29,12 +29,13 @@ def test_r39_g3_a_soak_of_20_000_requests_is_flat(capsys: pytest.CaptureFixture[
 
 
 def test_a_soak_that_finds_something_says_so() -> None:
-    samples = [soak.Sample(10_000 * step, 100.0 + 5 * step, 50.0, 20 + step, 9, 8, 1.0, 2.0) for step in range(4)]
+    samples = [soak.Sample(10_000 * step, 100.0 + 5 * step, 50.0, 20 + step, 9, 8, step, 1.0, 2.0) for step in range(4)]
     run = soak.Run(server=None, tiny=None, draw=None, samples=samples, wrong=["a wrong answer"])  # type: ignore[arg-type]
     figures, wrong = soak.verdict(run)
     assert figures["API memory slope"] == pytest.approx(5.0)
     assert wrong == [
         "a wrong answer",
         "API memory slope: 5.00 MB per 10,000 requests",
+        "3 cells leaked",
         "23 descriptors at the end, 20 at the first sample",
     ]
