@@ -251,6 +251,7 @@ class Transfers:
         self._stores = _Ring(pool, groups, device, ring_slots, make_stream())
         self._loads = _Ring(pool, groups, device, ring_slots, make_stream())
         self.chunk_bytes = self._stores.staging.chunk_bytes
+        self._object_bytes = [self._stores.staging.object_bytes(group.index) for group in groups.object_groups]
 
     @property
     def in_flight(self) -> int:
@@ -263,7 +264,7 @@ class Transfers:
 
     def object_bytes(self, object_group: int) -> int:
         """Of one stored object of the group."""
-        return self._stores.staging.object_bytes(object_group)
+        return self._object_bytes[object_group]
 
     @property
     def staging_bytes(self) -> int:
@@ -336,7 +337,7 @@ class Transfers:
         if checked.min() < 0:
             raise InvalidGroups(f"cell {checked.min()} cannot be moved: cells are numbered from 0")
         size = self.chunk_bytes if object_group is None else self.object_bytes(object_group)
-        if host.shape != (size,) or host.dtype != torch.uint8:
+        if host.numel() != size or host.dim() != 1 or host.dtype != torch.uint8:
             what = "a chunk" if object_group is None else f"a chunk's object group {object_group}"
             raise InvalidGroups(f"{what} is {size} bytes, not {host.dtype} {list(host.shape)}")
         return checked
