@@ -4,13 +4,14 @@
 #   make test       what CI runs          make test-full  the long forms too
 #   make faults     every fault, at every moment      make soak   200,000 requests, and what is left of them
 #   make lint       ruff and mypy         make bench      the offline engine bench [ARGS="--streams 1"]
+#   make audit      known faults of what is installed; asks a network for them
 #   make install    .venv alone           make clean      removes .venv and caches
 #
 # TORCH="..." on any of them replaces the choice of the torch build (scripts/install.sh says what it is).
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-full faults soak lint format bench clean
+.PHONY: help install serve test test-full faults soak lint format bench clean audit
 
 # Empty and not taken from the environment: what is not given here is left to CELLSERVE_* and the config file.
 MODEL =
@@ -67,6 +68,11 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m engine.bench $(ARGS)
+
+# In an environment of its own, so that the auditor is not among what it audits. What it could not look up, it lists.
+audit: $(READY)
+	@test -x .venv/audit/bin/pip-audit || { $(BIN)/python -m venv .venv/audit && .venv/audit/bin/pip install --quiet pip-audit; }
+	.venv/audit/bin/pip-audit --progress-spinner off --path "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')" $(ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist

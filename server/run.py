@@ -30,6 +30,8 @@ from server.http_protocol import Protocol
 from server.lifecycle import Lifecycle, Progress
 from server.settings import Settings
 
+_log = logging.getLogger("cellserve.server")
+
 EXIT_OK = 0
 EXIT_MODEL = 1
 """The model cannot be loaded or the engine cannot start."""
@@ -49,6 +51,8 @@ _BACKLOG = 2048
 def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> int:
     """Serve until a signal or a failed start, and return the exit code. `listener` comes from `listen`."""
     logs.configure(settings.log_format, "api")
+    if settings.is_open:
+        _log.warning("no API key is asked for: whoever reaches %s may use this server (--api-key)", settings.host)
     app = create_app(client, settings)
     server = Server(uvicorn_config(app, settings), app.state.lifecycle, settings, listener)
     try:

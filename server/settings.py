@@ -415,6 +415,12 @@ class Settings(BaseSettings):
     def patience(self) -> Patience:
         return Patience(self.step_timeout, self.warm_up_timeout, self.max_restarts, self.restart_window)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether others than this machine's users may reach the server, and nobody is asked for a key."""
+        has_keys = bool(self.api_key) or self.api_key_file is not None
+        return self.uds is None and not has_keys and not _is_loopback(self.host)
+
     def key_limits(self) -> KeyLimits:
         """Of one API process: each gets an equal part, for a key's connections spread evenly over them."""
         limits = (self.key_requests_per_minute, self.key_tokens_per_minute, self.key_concurrent)

@@ -44,7 +44,7 @@ def test_install_refuses_an_unknown_step_by_name() -> None:
 
 
 def test_make_knows_what_the_readme_and_ci_ask_of_it() -> None:
-    planned = run("make", "--dry-run", "install", "serve", "test", "test-full", "lint", "bench")
+    planned = run("make", "--dry-run", "install", "serve", "test", "test-full", "lint", "bench", "audit")
     assert planned.returncode == 0, planned.stderr
 
 

@@ -18,6 +18,7 @@ from server.settings import Settings
 from server.web_page import Page
 from support.live_server import LiveServer, live_server
 from support.scripted import scripted_client
+from support.scripted_server import ServerProcess
 
 KEY = "sk-the-one"
 OPEN = {"/live", "/ready", "/health", "/ping"}
@@ -191,6 +192,30 @@ def test_an_empty_key_in_the_yaml_file_is_refused(tmp_path: object) -> None:
         out.write("api_key: ['']\n")
     with pytest.raises(ConfigError, match="holds no key"):
         settings.load({}, file)
+
+
+@pytest.mark.parametrize(("options", "is_open"), [
+    ({}, False),
+    ({"host": "localhost"}, False),
+    ({"host": "::1"}, False),
+    ({"host": "127.0.0.53"}, False),
+    ({"host": "0.0.0.0"}, True),
+    ({"host": "::"}, True),
+    ({"host": "192.168.1.2"}, True),
+    ({"host": "gpu.lan"}, True),
+    ({"host": "0.0.0.0", "api_key": ("k",)}, False),
+    ({"host": "0.0.0.0", "uds": "/run/x"}, False),
+])  # fmt: skip
+def test_a_server_that_is_open_to_others_knows_it(options: dict[str, object], is_open: bool) -> None:
+    """S9."""
+    assert Settings(**options).is_open is is_open  # type: ignore[arg-type]
+
+
+def test_a_server_that_is_open_to_others_says_so() -> None:
+    """S8, S9: once, at the start. The default is an address that nobody else reaches."""
+    assert settings.load().settings.host == "127.0.0.1"
+    with ServerProcess("--host", "0.0.0.0") as server:
+        server.wait_for_stderr("no API key is asked for: whoever reaches 0.0.0.0 may use this server")
 
 
 # Browsers.
