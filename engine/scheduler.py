@@ -63,6 +63,7 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._running: list[Session] = []  # in order of admission
         self._rotation: deque[Session] = deque()  # running sessions that still prefill, next to be served first
+        self._suspect: Session | None = None  # the running one, if it has not got through yet
 
     @property
     def is_empty(self) -> bool:
@@ -86,12 +87,16 @@ class Scheduler:
     def add_running(self, session: Session) -> None:
         """A session that has a sequence already: a fork."""
         self._running.append(session)
+        if session.is_suspect:
+            self._suspect = session
         if not session.is_decoding:
             self._rotation.append(session)
 
     def remove(self, session: Session) -> None:
         """Forget a finished session wherever it is."""
         self._waiting.discard(session)
+        if session is self._suspect:
+            self._suspect = None
         for place in (self._running, self._rotation):
             if session in place:
                 place.remove(session)
@@ -110,9 +115,8 @@ class Scheduler:
         Optimistic: its tokens must fit beside what running prompts still need, not its whole budget of new ones.
         The caller opens it, calls `admit`, and asks again.
         """
-        has_suspect = any(session.is_suspect for session in self._running)
         for session in self._waiting:
-            if session.is_suspect and has_suspect:
+            if session.is_suspect and self._running_suspect is not None:
                 continue
             if session.num_in_flight or self.num_running + session.draws > self.limits.max_num_seqs:
                 return None
@@ -122,6 +126,13 @@ class Scheduler:
             missing = promised + len(session.tokens) - free_cells
             return session if missing <= 0 or shared_tokens(session) >= missing else None
         return None
+
+    @property
+    def _running_suspect(self) -> Session | None:
+        """At most one at a time: each is to be tried alone."""
+        if self._suspect is not None and not self._suspect.is_suspect:
+            self._suspect = None  # it got through
+        return self._suspect
 
     def admit(self, session: Session) -> None:
         """The executor holds a sequence for it now."""
@@ -149,8 +160,7 @@ class Scheduler:
 
     def next_takes(self, free_cells: int) -> list[Take]:
         """Decodes in order of admission, then prefill chunks in the order taken (SCH-8). A suspect goes alone."""
-        suspect = next((session for session in self._running if session.is_suspect), None)
-        if suspect is not None:
+        if (suspect := self._running_suspect) is not None:
             count = min(suspect.remaining, self.limits.prefill_budget, free_cells)
             return [Take(suspect, count)] if count else []
         decodes = [session for session in self._running if session.is_decoding]
