@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,45 @@ def test_a_chat_streams_and_a_form_given_as_json_is_obeyed(opened: Page) -> None
     answer = opened.run("return [...document.querySelectorAll('.turn .text')].at(-1).textContent")
     assert answer in ("true", "null")
     opened.run("document.getElementById('extra').value = ''")
+
+
+CALLED = (
+    {"delta": {"role": "assistant", "content": ""}},
+    {"delta": {"tool_calls": [{"index": 0, "id": "call-7", "function": {"name": "weather", "arguments": ""}}]}},
+    {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]}},
+    {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": '"<b>Bern</b>"}'}}]}},
+    {"delta": {}, "finish_reason": "tool_calls"},
+)
+"""What a server streams of a call; the toy's alphabet cannot spell one."""
+
+
+def test_a_call_is_shown_and_its_result_goes_back_to_the_model(opened: Page) -> None:
+    chunks = [{"choices": [{"index": 0, "finish_reason": None, **choice}]} for choice in CALLED]
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    answer = """
+      const real = window.fetch, told = arguments[0];
+      window.asked = [];
+      window.fetch = (path, options) => {
+        if (!path.includes("chat")) return real(path, options);
+        window.asked.push(JSON.parse(options.body));
+        return Promise.resolve(new Response(told));
+      };
+    """
+    opened.run(answer, stream)
+    opened.type("prompt", "what weather?")
+    opened.click("send")
+    opened.wait("return document.getElementById('prompt').placeholder === 'The result of weather'")
+    assert opened.run("return document.querySelector('.call').textContent") == 'weather {"city": "<b>Bern</b>"}'
+    opened.type("prompt", "rain")
+    opened.click("send")
+    opened.wait("return window.asked.length === 2 && document.getElementById('stop').hidden")
+    sent = opened.run("return window.asked[1].messages")
+    call = {"name": "weather", "arguments": '{"city": "<b>Bern</b>"}'}
+    assert sent == [
+        {"role": "user", "content": "what weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "call-7", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call-7", "content": "rain"},
+    ]
 
 
 def test_what_is_no_json_is_said_and_not_sent(opened: Page, server: LiveServer) -> None:

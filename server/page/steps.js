@@ -3,7 +3,7 @@
 import { ofSession, themed } from "./colours.js";
 import { $, canvas, count, element } from "./dom.js";
 
-const SHOWN = 18;
+const SHOWN = 16;
 const BETWEEN_FORWARDS = 3;
 
 export class Steps {
