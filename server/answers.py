@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from fastapi import Request, Response
 
 from engine import logs
 from engine.types import EngineInfo, GenerateRequest, SamplingParams
-from server import schemas
+from server import errors, schemas
 from server.errors import ApiError
 from server.generation import Choice, Generation, News, TextOptions, Usage
 from server.guards import CLIENT_GONE
@@ -65,9 +66,13 @@ async def admit(
     key: str | None = request.state.key
     reservation = serving.admission.reserve(slots, serving.accounts.of(key), tokens=tokens)
     try:
-        generation = await prepare()
+        async with asyncio.timeout(serving.settings.request_timeout):
+            generation = await prepare()
         reservation.correct(generation.usage.prompt_tokens)
         generation.submit(serving.metrics, reservation, arrived_s, client_of(request))
+    except TimeoutError as error:
+        reservation.release()
+        raise errors.deadline_exceeded() from error
     except BaseException:
         reservation.release()
         raise

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from support.live_server import TIMEOUT_S, LiveServer, live_server, until
 from support.scripted import ScriptedExecutor, scripted_client
 from support.scripted_server import ServerProcess
 from support.sse import events
+from support.tiny_tokenizer import write_byte_level
 
 HASTY: dict[str, Any] = {"access_log": False, "step_timeout": 0.5, "warm_up_timeout": 0.5}
 PATH = "/v1/completions"
@@ -219,3 +221,16 @@ def test_an_engine_that_hangs_does_not_hold_up_a_drain() -> None:
         until(lambda: server.metric("cellserve:choices_started_total") == 1)
         server.run(server.app.state.lifecycle.drain(600))
         assert (answer().status_code, answer().json()["error"]["code"]) == (503, "engine_unavailable")
+
+
+def test_f24_a_tokenizer_that_hangs_is_within_the_requests_deadline(tmp_path: Path) -> None:
+    tiny = write_byte_level(tmp_path)
+    client = scripted_client(tokenizer_dir=str(tmp_path), vocab_size=tiny.vocab_size, max_model_len=512)
+    with live_server(client, Settings(access_log=False, request_timeout=0.1, test_faults=True)) as server:
+        armed = server.http.post("/test/faults", json={"point": "api.tokenizer.slow", "s": 0.5})
+        assert armed.status_code == 200
+        truncated = {"prompt": "x" * 9000, "max_tokens": 2, "truncate_prompt_tokens": 8}
+        answer = server.http.post(PATH, json=truncated)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        until(lambda: server.call(lambda: server.app.state.serving.admission.in_use) == 0)
+        assert server.http.post(PATH, json=truncated).status_code == 200
