@@ -94,7 +94,6 @@ async def create_embedding(request: Request, body: EmbeddingBody) -> Response:
             answers.Policy.of(serving.settings),
             answers.client_of(request),
         )
-        requests = [replace(one, client=answers.client_of(request)) for one in requests]
         job = EmbeddingJob(serving.client, requests, places, arrived_s, serving.metrics, reservation)
         reservation.correct(job.usage.prompt_tokens)
         reservation.spend(job.usage.prompt_tokens)
