@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,14 +188,8 @@ async def whole(
     request: Request, generation: Generation, describe: Callable[[], dict[str, Any]], headers: Mapping[str, str]
 ) -> Response:
     """Wait for the end and answer with `describe()`. A client that leaves meanwhile takes the generation with it."""
-
-    async def drain() -> None:
-        async with aclosing(generation.news()) as news:
-            async for _ in news:
-                pass
-
     try:
-        await unless_gone(drain(), request.receive)
+        await unless_gone(generation.finished(), request.receive)
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -281,19 +281,11 @@ class Generation:
         return sum(stream.num_unread for stream in self._streams)
 
     def when_news(self, call: Callable[[], None]) -> None:
-        """Call this whenever `told` may have something new. It must not raise, and belongs to one reader at a time."""
+        """Call this whenever there may be an update to tell. It must not raise, and belongs to one reader at a time."""
         self._on_news = call
         if self._only is not None:
             # One update a step: there is nothing to gather.
             self._only.when_news(call)
-
-    def told(self) -> Iterator[Choice]:
-        """Each choice that what has come tells something, as often as it does; never waits.
-
-        A reader may stop between two choices of different updates and go on later by another call: see `told_update`.
-        """
-        while (choices := self.told_update()) is not None:
-            yield from choices
 
     def told_update(self) -> Sequence[Choice] | None:
         """The choices that the next update tells something; None when there is no update.
@@ -319,16 +311,27 @@ class Generation:
             return ()
         return self._tell(number, update)
 
-    async def news(self) -> AsyncGenerator[Choice, None]:
-        """As `told`, until all have finished."""
-        has_come = asyncio.Event()
-        self.when_news(has_come.set)
-        while not (self.is_over or self._is_closed):
-            for choice in self.told():
-                yield choice
-            if not self.is_over:
-                await has_come.wait()
-                has_come.clear()
+    async def finished(self) -> None:
+        """Take all that comes until every choice has finished; no task is woken for a token.
+
+        Raises what `told_update` does.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def advance() -> None:
+            if done.done():
+                return
+            try:
+                while self.told_update() is not None:
+                    pass
+                if self.is_over or self._is_closed:
+                    done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        self.when_news(advance)
+        advance()
+        await done
 
     def commit(self) -> None:
         """Something leaves for the client now: what is left of the request can only go on where it is."""
@@ -342,7 +345,7 @@ class Generation:
         self._on_close.callback(call)
 
     def cancel(self) -> None:
-        """End it from outside: whoever reads `news` gets ApiError 409."""
+        """End it from outside: whoever waits for it gets ApiError 409."""
         self._was_cancelled = True
         for stream in self._streams:
             stream.cancel()

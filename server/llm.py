@@ -188,8 +188,7 @@ class LLM:
         generation = completions.generation_of(body, self._client, self._text, [prompt], uuid.uuid4().hex)
         generation.submit()
         try:
-            async for _ in generation.news():
-                pass
+            await generation.finished()
         finally:
             await generation.aclose()
         return Completion(

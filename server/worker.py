@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -48,7 +49,7 @@ def main() -> int:
     )
     client.answer = app.state.siblings.answer
     with socket.socket(fileno=what["listener"]) as listener:
-        server = _Server(client, run.uvicorn_config(app, settings), app.state.lifecycle, settings, listener)
+        server = _Server(client, folder, run.uvicorn_config(app, settings), app.state.lifecycle, settings, listener)
         asyncio.run(server.serve(sockets=[listener]))
     return server.exit_code
 
@@ -67,9 +68,11 @@ def _read_line() -> bytes:
 class _Server(run.Server):
     """Told by its standard input what others are told by signals, and telling the main process that it is open."""
 
-    def __init__(self, client: RelayedClient, *rest: Any) -> None:
+    def __init__(self, client: RelayedClient, folder: Path, *rest: Any) -> None:
+        """folder: the main process's, which outlives that one only when it was killed."""
         super().__init__(*rest)
         self._client = client
+        self._folder = folder
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -91,6 +94,7 @@ class _Server(run.Server):
     def _on_command(self) -> None:
         command = os.read(0, 1)
         if not command:
+            shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(1)
         assert command == DRAIN
         self._on_signal(signal.SIGTERM)

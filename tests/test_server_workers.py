@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,6 +157,18 @@ def test_a_dead_process_is_replaced_its_requests_end_and_no_counter_falls() -> N
         assert [answer.result().json()["choices"][0]["finish_reason"] for answer in asked] == ["length"] * SEQUENCES
         exit_code, _, complaint = server.ended()
         assert exit_code == 0, complaint
+
+
+def test_a_killed_main_process_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="w-") as folder:  # short: a socket's name has a limit
+        monkeypatch.setenv("TMPDIR", folder)
+        with started() as server:
+            server.ready_line()
+            left = psutil.Process(server.process.pid).children()
+            assert len(left) == WORKERS + 1
+            server.process.kill()
+            until(lambda: not any(child.is_running() for child in left))
+            assert not [path for path in Path(folder).iterdir() if "scripted" not in path.name]
 
 
 def test_a_failed_load_ends_all_with_the_reason() -> None:
