@@ -142,10 +142,25 @@ def test_logits_of_other_precisions_and_strides(dtype: torch.dtype) -> None:
     check(logits, KINDS[1:5])
 
 
-def test_one_block_or_many_set_aside_or_not_makes_no_difference() -> None:
-    logits = random_logits(2, 700, seed=9)
-    for change in ({"block": 1024}, {"block": 64}, {"set_aside": 16}, {"set_aside": 4096}, {"settle_block": 128}):
-        check(logits, [(1.0, 60, 0.9, 0.0), (1.0, 0, 0.9, 0.0)], dataclasses.replace(TILING, **change))
+@pytest.mark.parametrize("change", [{"block": 1024}, {"set_aside": 16}, {"set_aside": 4096, "settle_block": 256}])
+def test_one_part_or_many_set_aside_or_not_makes_no_difference(change: dict[str, int]) -> None:
+    logits = random_logits(3, 700, seed=9)
+    check(logits, [(1.0, 60, 0.9, 0.0), (1.0, 0, 0.9, 0.0), (0.4, 0, 0.9, 0.0)], dataclasses.replace(TILING, **change))
+
+
+def test_more_than_can_be_ranked_is_searched() -> None:
+    """Among what was set aside, ties at both cuts included, and in the whole row where it is more than that."""
+    logits = random_logits(2, 800, seed=7, spread=0.4)
+    logits[1] = (logits[1] * 4).round() / 4
+    for kind in ((1.0, 600, 0.9, 0.0), (1.0, 0, 0.8, 0.7)):
+        check(logits, [kind] * 2, dataclasses.replace(TILING, set_aside=4096))
+        check(logits, [kind] * 2, dataclasses.replace(TILING, set_aside=520))
+
+
+def test_few_tokens_far_above_all_others_leave_a_cut_among_the_others() -> None:
+    logits = random_logits(4, 900, seed=8, spread=1.0)
+    logits[:, [5, 800]] += torch.tensor([[30.0], [30.0], [300.0], [1e30]])
+    check(logits, [(1.0, 40, 1.0, 0.0), (1.0, 40, 1.0 - 1e-9, 0.0), (1.0, 40, 1.0, 0.0), (1.0, 40, 0.9, 0.0)])
 
 
 def test_no_rows_are_no_ids() -> None:
