@@ -32,6 +32,11 @@ _LAST_WORD_S = 3.0
 def check(endpoint: str) -> None:
     """Raises ConfigError where no span could be sent there."""
     address = urlsplit(endpoint)
+    if "@" in address.netloc:
+        # It is shown wherever the configuration is.
+        raise ConfigError(
+            "--otlp-endpoint holds a name or a password: OTEL_EXPORTER_OTLP_HEADERS takes what a collector asks"
+        )
     if address.scheme not in ("http", "https") or not address.netloc:
         raise ConfigError(f"--otlp-endpoint {endpoint} must be a URL such as http://localhost:4318")
     try:

@@ -264,6 +264,7 @@ def test_show_config_and_doctor_tell_that_there_is_a_key_and_not_which(source: s
     ["serve", f"--api-kee={KEY}"],
     ["serve", "--kv-redis", f"http://{KEY}"],
     ["serve", "--kv-redis", f"redis://:{KEY}@x"],
+    ["serve", "--otlp-endpoint", f"http://user:{KEY}@localhost:4318"],
 ])  # fmt: skip
 def test_a_wrong_option_is_told_without_the_secret_beside_it(
     argv: list[str], capsys: pytest.CaptureFixture[str]
