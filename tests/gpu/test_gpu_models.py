@@ -47,6 +47,7 @@ def test_a_body_is_captured_and_replays_what_it_computes_eagerly(model_type: str
     tokens, positions = (torch.arange(WIDTH, device="cuda") + at for at in (3, 0))
     with torch.inference_mode():
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # it made the tokens, the weights and the pool
         with torch.cuda.stream(stream):
             eager = model.hidden(tokens, positions, step).clone()
         torch.cuda.synchronize()
