@@ -46,6 +46,7 @@ def test_a_graph_captured_before_growth_reads_and_writes_rows_mapped_after_it(po
     rows = torch.arange(4, device="cuda")
     written = torch.randn(4, 8, 128, device="cuda", dtype=torch.bfloat16)
     warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
         keys.index_copy_(0, rows, written)
         keys.index_select(0, rows)

@@ -122,6 +122,7 @@ def test_a_captured_draw_repeats_the_eager_one_and_ignores_its_neighbours(kind: 
         assert sample(logits[one], inputs.rows(one), route).item() == eager[row].item()
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         sample(logits, inputs, route)
     torch.cuda.current_stream().wait_stream(stream)
