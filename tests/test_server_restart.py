@@ -19,7 +19,7 @@ BODIES: tuple[dict[str, Any], ...] = (
     {"prompt": [PROMPT, [7, 1]], "seed": -(2**63), "n": 3, "temperature": 1.3, "top_p": 0.9, "max_tokens": 24},
     {"prompt": PROMPT, "seed": 7, "temperature": 0.8, "top_k": 9, "min_p": 0.01, "frequency_penalty": 0.5},
 )
-START_S = 60.0
+START_S = 120.0
 
 
 def answers(url: str) -> list[Any]:
