@@ -145,18 +145,18 @@ class _Writer:
         return self._frame(choice, delta, entries, news.token_ids, answers.ending_json(choice, _reason(choice, spoken)))
 
     def whole(self) -> dict[str, Any]:
-        body = self._body
-        written: dict[str, Any] = {
+        body, of_prompt = self._body, None
+        if body.prompt_logprobs is not None:
+            entries = self._generation.choices[0].prompt_logprobs or ()
+            of_prompt = logprobs.of_prompt(entries, body.prompt_logprobs, self._text)
+        return {
             **self._head,
             "choices": [self._choice(choice) for choice in self._generation.choices],
             "usage": self._generation.usage.as_dict(),
+            # vLLM's clients read these as attributes, asked for or not.
+            "prompt_logprobs": of_prompt,
+            "prompt_token_ids": self._prompt_ids if body.return_token_ids else None,
         }
-        if body.prompt_logprobs is not None:
-            entries = self._generation.choices[0].prompt_logprobs or ()
-            written["prompt_logprobs"] = logprobs.of_prompt(entries, body.prompt_logprobs, self._text)
-        if body.return_token_ids:
-            written["prompt_token_ids"] = self._prompt_ids
-        return written
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         news, spoken = choice.take(), self._spoken[choice.index]
@@ -165,14 +165,14 @@ class _Writer:
         if calls:
             told = [{name: value for name, value in call.items() if name != "index"} for call in calls]
             message |= {"content": content or None, "tool_calls": told}
-        written: dict[str, Any] = {
+        return {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(news) if self._body.logprobs else None,
             "finish_reason": _reason(choice, spoken),
             "stop_reason": choice.stop_reason,
+            "token_ids": news.token_ids if self._body.return_token_ids else None,
         }
-        return written | {"token_ids": news.token_ids} if self._body.return_token_ids else written
 
     def _frame(
         self,

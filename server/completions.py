@@ -204,20 +204,21 @@ class _Writer:
         entries = None if body.logprobs is None else self._logprobs(news)
         if entries is not None and body.echo:
             entries = logprobs.joined(self._prompt_logprobs(choice), entries)
-        written: dict[str, Any] = {
+        wants_ids = bool(body.return_token_ids)
+        of_prompt = None
+        if body.prompt_logprobs is not None:
+            of_prompt = logprobs.of_prompt(choice.prompt_logprobs or (), body.prompt_logprobs, self._text)
+        return {
             "index": choice.index,
             "text": prompt.text + news.text if body.echo else news.text,
             "logprobs": entries,
             "finish_reason": answers.reason(choice),
             "stop_reason": choice.stop_reason,
+            # vLLM's clients read these as attributes, asked for or not.
+            "prompt_logprobs": of_prompt,
+            "token_ids": news.token_ids if wants_ids else None,
+            "prompt_token_ids": prompt.token_ids if wants_ids else None,
         }
-        if body.prompt_logprobs is not None:
-            written["prompt_logprobs"] = logprobs.of_prompt(
-                choice.prompt_logprobs or (), body.prompt_logprobs, self._text
-            )
-        if body.return_token_ids:
-            written |= {"token_ids": news.token_ids, "prompt_token_ids": prompt.token_ids}
-        return written
 
     def _frame(self, choice: Choice, text: str, entries: str, token_ids: list[int], ending: tuple[str, str]) -> bytes:
         values = [str(choice.index), quoted(text), entries, *ending]

@@ -81,6 +81,13 @@ def test_streamed_choices_begin_with_the_role_and_end_once(server: LiveServer) -
     assert all("usage" not in chunk for chunk in chunks)
 
 
+def test_what_was_not_asked_for_is_null_in_a_whole_answer(server: LiveServer) -> None:
+    answer = server.http.post(PATH, json=say("a")).json()
+    assert (answer["prompt_logprobs"], answer["prompt_token_ids"]) == (None, None)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] is None
+
+
 def test_the_chunk_with_the_role_counts_no_token_that_comes_behind_it(server: LiveServer) -> None:
     chunks = post_stream(server.http, PATH, say("a", stream_options={"continuous_usage_stats": True}))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]

@@ -370,6 +370,11 @@ def test_continuous_usage_counts_in_every_chunk(server: LiveServer) -> None:
     assert all(chunk["usage"]["total_tokens"] == chunk["usage"]["completion_tokens"] + 1 for chunk in chunks)
 
 
+def test_what_was_not_asked_for_is_null_in_a_whole_answer(server: LiveServer) -> None:
+    choice = choice_of(server, prompt="q", max_tokens=1)
+    assert {choice[name] for name in ("logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids")} == {None}
+
+
 def test_an_echoed_prompts_chunk_counts_no_token_that_comes_behind_it(server: LiveServer) -> None:
     body = {"prompt": "q", "echo": True, "max_tokens": 3, "stream_options": {"continuous_usage_stats": True}}
     counts = [chunk["usage"]["completion_tokens"] for chunk in post_stream(server.http, PATH, body)]
