@@ -18,7 +18,7 @@ from starlette.routing import Match
 from engine.client import EngineClient
 from engine.errors import CellserveError, ModelError, RequestRefused
 from engine.types import EngineInfo
-from server import chat, completions, embeddings, errors, kv_status, live, models, probes, running, tokens
+from server import chat, completions, embeddings, errors, kv_status, lag, live, models, probes, running, tokens
 from server.admission import Admission, default_queued_tokens
 from server.errors import ApiError
 from server.guards import BodyLimit, Framing, KeyGuard, MediaType, OriginGuard, PhaseGuard, Trace
@@ -99,12 +99,13 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        life = asyncio.create_task(lifecycle.run())
+        tasks = [asyncio.create_task(lifecycle.run()), asyncio.create_task(lag.measure(metrics.loop_lagged))]
         try:
             yield
         finally:
-            life.cancel()
-            await asyncio.wait([life])
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             await client.close(0)
             if tracer is not None:
                 await tracer.close()

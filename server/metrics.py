@@ -60,6 +60,7 @@ _WHOLE_S = (
 )
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
+_LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _HTTP_S = (0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -129,6 +130,7 @@ class Metrics:
         self._decode = histogram("vllm:request_decode_time_seconds", "First token to last, once a choice.", _WHOLE_S)
         self._request_prompt = histogram("vllm:request_prompt_tokens", "Prompt length of a request.", _TOKENS)
         self._request_generated = histogram("vllm:request_generation_tokens", "Tokens of a finished choice.", _TOKENS)
+        self._lag = histogram("cellserve:event_loop_lag_seconds", "Delay of a timer, four times a second.", _LAG_S)
         self._request_n = histogram("vllm:request_params_n", "n of a request.", _CHOICES)
         self._request_max = histogram("vllm:request_params_max_tokens", "max_tokens of a request.", _TOKENS)
 
@@ -216,6 +218,10 @@ class Metrics:
         self._slow_readers.inc()
 
     @_harmless
+    def loop_lagged(self, lag_s: float) -> None:
+        """The event loop ran a timer so late."""
+        self._lag.observe(lag_s)
+
     def rejected(self, reason: str) -> None:
         """A request was refused before it ran; reason is the error's code."""
         self._rejected(reason).inc()
