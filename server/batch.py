@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from engine.client import EngineClient
 from engine.errors import ConfigError
+from server import bodies
 from server.app import create_app
 from server.settings import Settings
 
@@ -68,7 +69,7 @@ def read_lines(lines: Iterable[str]) -> Iterator[Line]:
 
 def _line(text: str) -> Line:
     try:
-        entry = json.loads(text)
+        entry = bodies.parse(text.encode())
     except ValueError as error:
         return Line(None, fault=f"the line is not JSON: {error}")
     if not isinstance(entry, dict) or not isinstance(entry.get("custom_id"), str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from server import bodies
+from server import batch, bodies
 from server.bodies import JsonRoute
 from server.settings import Settings
 from support.live_server import LiveServer, live_server
+from support.scripted import scripted_client
 from support.toy_server import toy_client, write_toy_tokenizer
 
 TELLS_ALL = (
@@ -260,7 +262,7 @@ def test_every_field_takes_every_empty_value_or_says_no(server: LiveServer, path
     assert server.http.get("/health").status_code == 200
 
 
-def test_the_page_of_files_is_not_written_by_anything_here(server: LiveServer, tmp_path: Path) -> None:
+def test_names_in_a_request_are_no_paths(server: LiveServer) -> None:
     """S18: names in a body are names, not paths."""
     for name in ("../../etc/passwd", "/etc/passwd", "..\\..\\x", "a\u0000b", "C:\\x", "file:///etc/passwd", "%2e%2e/x"):
         assert error_of(server, "/v1/completions", json.dumps({"prompt": "a", "model": name}))[0] == 404
@@ -268,3 +270,32 @@ def test_the_page_of_files_is_not_written_by_anything_here(server: LiveServer, t
         answer = server.raw(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         assert answer.startswith(b"HTTP/1.1 404 "), (path, answer[:100])
         assert b"root:" not in answer
+
+
+HOSTILE_LINES = [
+    "[" * 100_000,
+    '{"custom_id": "a", "url": "/v1/completions", "body": ' + '{"a":' * 900 + "1" + "}" * 901,
+    '{"custom_id": "\\ud800", "url": "/v1/completions", "body": {"prompt": [5]}}',
+    '{"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "\\ud800"}}',
+    '{"custom_id": "c", "url": "/v1/completions", "body": {"prompt": [5], "temperature": NaN}}',
+    '{"custom_id": "d", "url": "/v1/completions", "body": {"n": ' + "9" * 5000 + "}}",
+    '{"custom_id": "e", "url": "/v1/../../etc/passwd", "body": {}}',
+    '{"custom_id": "f", "url": ["/v1/completions"], "body": {}}',
+    '{"custom_id": "g", "url": "http://127.0.0.1:1/v1/completions", "body": {}}',
+    '{"custom_id": "h", "url": "/v1/completions", "method": {"a": 1}, "body": {}}',
+    "\0",
+    "null",
+]
+
+
+def test_a_hostile_line_of_a_batch_file_fails_alone(tmp_path: Path) -> None:
+    """S1, S4, S18: the others are answered, and the command comes to its end."""
+    good = '{"custom_id": "good", "url": "/v1/completions", "body": {"prompt": [5], "max_tokens": 2}}'
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([*HOSTILE_LINES, good]))
+    args = argparse.Namespace(input=source, output=target, url=None, streams=4, overwrite=False)
+    assert batch.run(args, Settings(), scripted_client()) == 1
+    records = [json.loads(line) for line in target.read_text().splitlines()]
+    answered = {record["custom_id"] for record in records if record["error"] is None}
+    assert len(records) == len(HOSTILE_LINES) + 1
+    assert answered == {"good"}
