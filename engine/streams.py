@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
-from engine.types import TokenLogprobs, Update
+from engine.types import Update
 
 TAKEN_TOKENS = 64
 """The most that `RequestStream.take` gives at once."""
@@ -43,7 +43,7 @@ class RequestStream:
         """How long the request waited before it first ran; None until that is known."""
         self._cancel = cancel
         self._open = set(range(num_choices))
-        self._unread: dict[int, Update] = {}
+        self._unread: dict[int, Update | _Backlog] = {}
         """By choice, longest unread first."""
         self._reader: asyncio.Future[None] | None = None
         self._on_news: Callable[[], None] | None = None
@@ -82,7 +82,7 @@ class RequestStream:
     @property
     def num_unread(self) -> int:
         """Tokens that nobody has taken yet, an alternative of a log probability counted as one."""
-        return sum(map(_size, self._unread.values()))
+        return sum(_backlog(unread).size for unread in self._unread.values())
 
     def when_news(self, call: Callable[[], None]) -> None:
         """Call this at every push from now on, from within it, instead of waking a reader: it must not raise.
@@ -95,12 +95,14 @@ class RequestStream:
         """What is longest unread, or None; never waits. At most TAKEN_TOKENS tokens, so that no answer is huge."""
         if not self._unread:
             return None
-        index, update = next(iter(self._unread.items()))
-        if len(update.token_ids) <= TAKEN_TOKENS:
+        index, unread = next(iter(self._unread.items()))
+        if isinstance(unread, Update) and len(unread.token_ids) <= TAKEN_TOKENS:
             del self._unread[index]
-            return update
-        update, self._unread[index] = _split(update, TAKEN_TOKENS)
-        return update
+            return unread
+        backlog = self._unread[index] = _backlog(unread)
+        if backlog.num_tokens <= TAKEN_TOKENS:
+            del self._unread[index]
+        return backlog.take(TAKEN_TOKENS)
 
     def cancel(self, index: int | None = None) -> None:
         """Ask the engine to end this choice, or all that are open; each still gets its last update, "cancelled"."""
@@ -136,7 +138,8 @@ class RequestStream:
                 await self._reader
             finally:
                 self._reader = None
-        return self._unread.pop(next(iter(self._unread)))
+        unread = self._unread.pop(next(iter(self._unread)))
+        return unread if isinstance(unread, Update) else unread.take(unread.num_tokens)
 
     def push(self, update: Update) -> bool:
         """The client's side; whether this was the choice's last update. What follows a last one is dropped."""
@@ -150,7 +153,11 @@ class RequestStream:
             self._open.remove(update.index)
         if not self._is_left and (update.token_ids or not _is_empty(update)):
             unread = self._unread.get(update.index)
-            self._unread[update.index] = update if unread is None else _joined(unread, update)
+            if unread is None:
+                self._unread[update.index] = update
+            else:
+                backlog = self._unread[update.index] = _backlog(unread)
+                backlog.add(update)
             self._wake()
         return update.finish is not None
 
@@ -206,49 +213,58 @@ def _is_empty(update: Update) -> bool:
     return not any(told) and update.cached_tokens is None
 
 
-def _joined(first: Update, then: Update) -> Update:
-    """Both as one: tokens and logprobs in order, what comes once from where it came."""
-    return Update(
-        request_id=first.request_id,
-        index=first.index,
-        token_ids=first.token_ids + then.token_ids,
-        logprobs=_added(first.logprobs, then.logprobs),
-        prompt_logprobs=first.prompt_logprobs if then.prompt_logprobs is None else then.prompt_logprobs,
-        cached_tokens=first.cached_tokens if then.cached_tokens is None else then.cached_tokens,
-        finish=then.finish,
-        stop_token_id=then.stop_token_id,
-        error=then.error,
-        error_code=then.error_code,
-        embedding=then.embedding,
-    )
+def _backlog(unread: Update | _Backlog) -> _Backlog:
+    return _Backlog(unread) if isinstance(unread, Update) else unread
 
 
-def _split(update: Update, count: int) -> tuple[Update, Update]:
-    """The first `count` tokens with what comes once at the beginning, and the others with the end."""
-    ids, entries = update.token_ids, update.logprobs
-    first = Update(
-        update.request_id,
-        index=update.index,
-        token_ids=ids[:count],
-        logprobs=None if entries is None else entries[:count],
-        prompt_logprobs=update.prompt_logprobs,
-        cached_tokens=update.cached_tokens,
-    )
-    rest = replace(
-        update,
-        token_ids=ids[count:],
-        logprobs=None if entries is None else entries[count:],
-        prompt_logprobs=None,
-        cached_tokens=None,
-    )
-    return first, rest
+class _Backlog:
+    """What has come for a choice and was not taken, as one update: what comes once from where it came.
 
+    Ids are machine integers here, for a client that reads nothing may leave many.
+    """
 
-def _size(update: Update) -> int:
-    return len(update.token_ids) + sum(len(entry.top) for entry in update.logprobs or ())
+    __slots__ = ("_ids", "_logprobs", "_rest")
 
+    def __init__(self, update: Update) -> None:
+        self._ids = array("i", update.token_ids)
+        self._logprobs = None if update.logprobs is None else list(update.logprobs)
+        self._rest = replace(update, token_ids=(), logprobs=None)
 
-def _added(
-    first: tuple[TokenLogprobs, ...] | None, then: tuple[TokenLogprobs, ...] | None
-) -> tuple[TokenLogprobs, ...] | None:
-    return then if first is None else first if then is None else first + then
+    @property
+    def size(self) -> int:
+        return len(self._ids) + sum(len(entry.top) for entry in self._logprobs or ())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._ids)
+
+    def add(self, then: Update) -> None:
+        self._ids.extend(then.token_ids)
+        if then.logprobs is not None:
+            self._logprobs = [] if self._logprobs is None else self._logprobs
+            self._logprobs.extend(then.logprobs)
+        if then.finish is None and then.prompt_logprobs is None and then.cached_tokens is None:
+            return
+        first = self._rest
+        self._rest = replace(
+            then,
+            token_ids=(),
+            logprobs=None,
+            prompt_logprobs=first.prompt_logprobs if then.prompt_logprobs is None else then.prompt_logprobs,
+            cached_tokens=first.cached_tokens if then.cached_tokens is None else then.cached_tokens,
+            queued_s=first.queued_s if then.queued_s is None else then.queued_s,
+        )
+
+    def take(self, count: int) -> Update:
+        """The first `count` tokens with what comes once at the beginning; with the last one goes the end."""
+        ids, self._ids = tuple(self._ids[:count]), self._ids[count:]
+        entries = None
+        if self._logprobs is not None:
+            entries, self._logprobs = tuple(self._logprobs[:count]), self._logprobs[count:]
+        if not self._ids:
+            return replace(self._rest, token_ids=ids, logprobs=entries)
+        rest = self._rest
+        self._rest = replace(rest, prompt_logprobs=None, cached_tokens=None, queued_s=None)
+        return replace(
+            rest, token_ids=ids, logprobs=entries, finish=None, stop_token_id=None, error=None, error_code=None
+        )

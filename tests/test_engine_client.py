@@ -23,6 +23,7 @@ from engine.errors import (
     RequestTooLarge,
     RequestTooLong,
 )
+from engine.streams import TAKEN_TOKENS
 from engine.thread import run_engine
 from engine.types import SamplingParams, TokenLogprobs, Update
 from engine.wire import FromEngine, Ready, Step, Stop, Submit, ToEngine
@@ -545,3 +546,24 @@ async def test_no_phase_is_lost_to_a_reader_that_comes_late() -> None:
     assert [phase.text or phase.name for phase in seen] == ["loading", *["reading weights"] * 3, "ready"]
     assert [phase.done for phase in seen[1:4]] == [0, 1, 2]
     await client.close()
+
+
+@pytest.mark.parametrize("has_logprobs", [False, True])
+def test_a_backlog_is_taken_in_pieces_that_together_are_all_of_it(has_logprobs: bool) -> None:
+    stream = RequestStream("r", 1, no_cancel)
+    tokens = tuple(range(3 * TAKEN_TOKENS + 5))
+    for token in tokens:
+        logprobs = (TokenLogprobs(token, -1.0, ((token, -1.0),)),) if has_logprobs else None
+        stream.push(Update("r", token_ids=(token,), logprobs=logprobs, cached_tokens=7 if token == 0 else None))
+    stream.push(Update("r", finish="length"))
+    assert stream.num_unread == len(tokens) * (2 if has_logprobs else 1)
+    pieces = []
+    while (piece := stream.take()) is not None:
+        pieces.append(piece)
+    assert sum((piece.token_ids for piece in pieces), ()) == tokens
+    assert [len(piece.token_ids) for piece in pieces] == [TAKEN_TOKENS] * 3 + [5]
+    assert [piece.cached_tokens for piece in pieces] == [7, None, None, None]
+    assert [piece.finish for piece in pieces] == [None, None, None, "length"]
+    if has_logprobs:
+        assert [entry.token_id for piece in pieces for entry in piece.logprobs or ()] == list(tokens)
+    assert (stream.has_unread, stream.num_unread) == (False, 0)
