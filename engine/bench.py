@@ -14,16 +14,13 @@ import argparse
 import functools
 import gc
 import json
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from cache.figures import Figure, figure
 from engine.build import build_engine
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.errors import CellserveError
@@ -49,7 +47,6 @@ IDLE_STEPS = 60
 """Steps that are timed to find the device's pauses, with a pause before each and without."""
 PAUSE_CYCLES = 60_000_000
 """Of the device's clock, about 30 ms."""
-Json = dict[str, str | float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +303,7 @@ class Report:
         peers: Sequence[tuple[str, float]],
         idle: tuple[float, float] | None,
         start_s: float,
-    ) -> list[Json]:
+    ) -> list[Figure]:
         records = [self._record("ceiling", "weights read at 1 row", ceilings.read_gb_s(), "GB/s")]
         for rows in sorted(set(ceilings.pass_s) - {1}):
             records.append(self._record("ceiling", f"products at {rows} rows", ceilings.gflops(rows), "GFLOP/s"))
@@ -319,44 +316,9 @@ class Report:
         ours = self._record("engine", self.work.case + self.ablations, value, unit, ceilings.floor_tok_s(self.work))
         return records + ([ours | {"peer": name, "peer_value": value} for name, value in peers] or [ours])
 
-    def _record(self, bench: str, case: str, value: float, unit: str, floor: float | None = None) -> Json:
-        named: Json = {"bench": bench, "case": f"{self.model} {self.info.dtype}: {case}"}
-        figures: Json = {"value": _rounded(value), "unit": unit, "floor": floor and _rounded(floor)}
-        common: Json = {
-            "machine": _machine(torch.device(self.info.device)),
-            "commit": _commit(),
-            "date": datetime.now(UTC).date().isoformat(),
-        }
-        return named | figures | {"peer": None, "peer_value": None} | common
-
-
-def _rounded(value: float) -> float:
-    """Four digits: more would be noise."""
-    return float(f"{value:.4g}")
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), cpu)
-    except OSError:
-        pass  # not Linux: the platform's own word stands
-    return f"{cpu}, {torch.get_num_threads()} torch threads"
-
-
-def _commit() -> str | None:
-    """Of this source tree, with a + where files differ from it; None outside a git tree."""
-    described = subprocess.run(
-        ("git", "describe", "--always", "--dirty=+", "--exclude=*"),
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or None
+    def _record(self, bench: str, case: str, value: float, unit: str, floor: float | None = None) -> Figure:
+        case, device = f"{self.model} {self.info.dtype}: {case}", torch.device(self.info.device)
+        return figure(bench, case, value, unit, device, floor=floor)
 
 
 def _parser() -> argparse.ArgumentParser:

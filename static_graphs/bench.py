@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from cache.cell_cache import CellCache
+from cache.figures import figure
 from cache.geometry import CacheConfig
 from cache.step import CellStep
 from static_graphs.capture import CapturedForwards
@@ -208,22 +207,7 @@ def _median_s(run: Callable[[], object], repeats: int) -> float:
 
 
 def _print(bench: str, case: str, value: float, unit: str, floor: float | None = None) -> None:
-    commit = subprocess.run(
-        ("git", "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False
-    ).stdout.strip()
-    record = {
-        "bench": bench,
-        "case": case,
-        "value": float(f"{value:.4g}"),
-        "unit": unit,
-        "floor": floor and float(f"{floor:.4g}"),
-        "peer": None,
-        "peer_value": None,
-        "machine": torch.cuda.get_device_name(),
-        "commit": commit or None,
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-    print(json.dumps(record), flush=True)
+    print(json.dumps(figure(bench, case, value, unit, torch.device("cuda"), floor=floor)), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
