@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import logging
 import os
@@ -211,11 +212,21 @@ class Server(uvicorn.Server):
         finally:
             telling.cancel()
             await asyncio.wait([telling])
+        settle()
         print(ready_line(self._url, info, self._settings), flush=True)
         end = await self._lifecycle.wait_given_up()
         logs.tell(str(end), logging.ERROR)
         self.exit_code = EXIT_ENGINE
         self.should_exit = True
+
+
+def settle() -> None:
+    """Walk through what lives as long as the process once, and never again: a full collection would stall every stream.
+
+    100,000 objects of imports, routes and schemas take some 100 ms.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def url_of(settings: Settings, listener: socket.socket) -> str:

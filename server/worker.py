@@ -86,6 +86,7 @@ class _Server(run.Server):
             await self._lifecycle.wait_loaded()
         except CellserveError:
             return  # the main process says why
+        run.settle()
         self._client.opened()
 
     def _say_stop(self, timeout_s: float) -> None:

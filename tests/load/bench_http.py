@@ -41,7 +41,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from engine.client import ProcessClient
 from engine.config import EngineConfig
 from server.app import create_app
-from server.run import bind, uvicorn_config
+from server.run import bind, settle, uvicorn_config
 from server.settings import Settings
 from server.streams import frame
 from support.bench_engine import (
@@ -224,6 +224,7 @@ def _serve(case: str, streams: int, loop: str) -> int:
                 group.create_task(watch.run())
             if case != "raw":
                 await app.state.lifecycle.wait_loaded()
+            settle()  # as a served process does
             print(listener.getsockname()[1], flush=True)
 
     if loop == "uvloop":
