@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 if torch.cuda.is_available():
     pytest.skip("the kernels run compiled here, in tests/gpu/test_gpu_sampling.py", allow_module_level=True)
 
-from static_graphs.kernels.sampling import SamplerTiling, argmax_rows, draw
+from static_graphs.kernels.sampling import Parts, SamplerTiling, argmax_rows, draw
 from static_graphs.sampler import Route, SampleInputs, sample
 
 TILING = SamplerTiling(block=256, settle_block=512, set_aside=200)
@@ -161,6 +161,28 @@ def test_few_tokens_far_above_all_others_leave_a_cut_among_the_others() -> None:
     logits = random_logits(4, 900, seed=8, spread=1.0)
     logits[:, [5, 800]] += torch.tensor([[30.0], [30.0], [300.0], [1e30]])
     check(logits, [(1.0, 40, 1.0, 0.0), (1.0, 40, 1.0 - 1e-9, 0.0), (1.0, 40, 1.0, 0.0), (1.0, 40, 0.9, 0.0)])
+
+
+def test_little_more_is_set_aside_than_is_kept() -> None:
+    """Else a draw is right and slow. In half of these rows all of a part is masked, and in one most of all parts."""
+    logits = random_logits(6, 4000, seed=4)
+    logits[1::2, 256:1024] = -torch.inf
+    logits[2, 20:] = -torch.inf
+    kinds = (
+        [(1.0, 50, 0.9, 0.0), (0.1, 50, 1.0, 0.0), (1.0, 50, 0.9, 0.0)]
+        + [(1.0, 0, 0.9, 0.0)] * 2
+        + [(0.5, 0, 0.9, 0.0)]
+    )
+    inputs, _ = inputs_of(kinds)
+    parts = Parts(logits, TILING)
+    ids = torch.empty(6, dtype=torch.int64)
+    parts.survey(inputs, True)
+    parts.bound(inputs, ids, True)
+    parts.sift(inputs, True)
+    for row, (temperature, top_k, top_p, _) in enumerate(kinds):
+        probs = (logits[row] / temperature).softmax(-1).sort(descending=True).values
+        kept = top_k or int((probs.cumsum(-1) < top_p).sum()) + 1
+        assert min(kept, 20 if row == 2 else kept) <= parts.num_aside[row] <= 4 * kept
 
 
 def test_no_rows_are_no_ids() -> None:

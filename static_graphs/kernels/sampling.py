@@ -56,6 +56,7 @@ ONE = tl.constexpr(0x3F800000)
 NEIGHBOURS = tl.constexpr(4)
 """Of so many logits the largest alone is counted where a top_k asks: as many lie above a floor, or more."""
 MIN_BLOCK = 256
+"""Logits that a program holds at least, whatever the vocabulary."""
 NOTHING = tl.constexpr(-(2**31))
 """Comes after every logit's order."""
 
@@ -74,7 +75,7 @@ class SamplerTiling:
 
 def argmax_rows(logits: torch.Tensor, tiling: SamplerTiling = SamplerTiling()) -> torch.Tensor:
     """logits [R, V] f32, bf16 or f16, any row stride -> i64[R]: the largest, ties to the lowest id; NaN is largest."""
-    parts = _Parts(logits, tiling)
+    parts = Parts(logits, tiling)
     ids = torch.empty(parts.rows, dtype=torch.int64, device=logits.device)
     if parts.rows:
         parts.survey(None, has_cuts=False)
@@ -86,7 +87,7 @@ def draw(
     logits: torch.Tensor, inputs: SampleInputs, *, has_cuts: bool, tiling: SamplerTiling = SamplerTiling()
 ) -> torch.Tensor:
     """logits [R, V] f32, bf16 or f16, any row stride -> i64[R]. has_cuts: some random row has a top_k or a top_p."""
-    parts = _Parts(logits, tiling)
+    parts = Parts(logits, tiling)
     ids = torch.empty(parts.rows, dtype=torch.int64, device=logits.device)
     if parts.rows:
         parts.survey(inputs, has_cuts)
@@ -96,7 +97,7 @@ def draw(
     return ids
 
 
-class _Parts:
+class Parts:
     """One call's buffers and launches."""
 
     def __init__(self, logits: torch.Tensor, tiling: SamplerTiling) -> None:
@@ -313,7 +314,8 @@ def _bound(
                     weight = tl.where(is_part, weight * tl.exp(-first), 0.0)
                     shift = (peak - value_of(order)) / unit
                     sums = tl.load(part_sum + row * num_splits + split, mask=is_split, other=0.0)
-                    total = tl.sum(tl.where(is_split, sums * tl.exp(-shift), 0.0), 0)
+                    # A part without a logit that is not masked has no sum.
+                    total = tl.sum(tl.where(is_split & (shift < float("inf")), sums * tl.exp(-shift), 0.0), 0)
                     most = total * (1.0 - p).to(tl.float32) * 0.999 - 1e-6
                 too_near = tl.full([], -1, tl.int32)
                 far_enough = tl.full([], BINS << FINE, tl.int32)
