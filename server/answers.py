@@ -168,8 +168,8 @@ class Told:
                         size += len(parts[-1])
         except ApiError as error:
             parts += [self._render(choice, choice.take()) for choice in self._generation.choices if choice.news.text]
-            if not parts:
-                raise
+            if not any(parts):
+                raise  # what tells nothing is not asked again: nothing else would bring the failure out
             self._failure = error
         if self._generation.is_over and self._failure is None and not self.is_over:
             self.is_over = True

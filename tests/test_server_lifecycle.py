@@ -19,6 +19,9 @@ from test_server_probes import SilentClient, silent_client
 from engine.client import ProcessClient
 from engine.config import EngineConfig
 from engine.types import EngineInfo, EngineStats
+from server import errors
+from server.answers import Told
+from server.errors import ApiError
 from server.lifecycle import Lifecycle, Patience
 from server.settings import Settings
 from support.live_server import TIMEOUT_S, LiveServer, live_server, until
@@ -234,3 +237,31 @@ def test_f24_a_tokenizer_that_hangs_is_within_the_requests_deadline(tmp_path: Pa
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
         until(lambda: server.call(lambda: server.app.state.serving.admission.in_use) == 0)
         assert server.http.post(PATH, json=truncated).status_code == 200
+
+
+class FailsBehindASilentChoice:
+    """A generation whose first news make no text and whose second are a failure: both come in one look."""
+
+    def __init__(self) -> None:
+        self.choices: list[Any] = []
+        self.is_over = False
+        self._news = iter([[SilentChoice()]])
+
+    def told_update(self) -> list[SilentChoice]:
+        for news in self._news:
+            return news
+        raise errors.engine_unavailable()
+
+    def when_news(self, call: Callable[[], None]) -> None: ...
+
+
+class SilentChoice:
+    index = 1
+    is_worth_telling = False
+
+
+def test_a_failure_behind_news_that_make_no_text_is_told_at_once() -> None:
+    """Nothing else would come that could bring it out: the client would wait for ever."""
+    frames = Told(FailsBehindASilentChoice(), lambda choice: b"", lambda choice, news: b"", None)  # type: ignore[arg-type]
+    with pytest.raises(ApiError):
+        frames.take()
