@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.loop import EngineLoop
 from engine.types import EngineInfo
+from engine.view import View
 from engine.wire import (
     AskKv,
     Cancel,
@@ -108,7 +109,7 @@ def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -
                     send(WasReset(ask_id, loop.reset_prefix_cache()))
                     send(Step((), loop.stats()))  # an idle engine would not say soon that cells became free
                 case Look(ask_id, max_codes, behind_step):
-                    send(Seen(ask_id, loop.view(max_codes, behind_step)))
+                    send(Seen(ask_id, _view(loop, max_codes, behind_step)))
                 case Inject(ask_id, order):
                     send(Injected(ask_id, loop.obey(order)))
                 case Stop():
@@ -118,3 +119,12 @@ def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -
         if loop.has_work():
             updates = loop.step()
             send(Step(tuple(updates), loop.stats()))
+
+
+def _view(loop: EngineLoop, max_codes: int, behind_step: int) -> View:
+    """Empty, and a line in the log, where it cannot be made: whoever looks must not end what they look at."""
+    try:
+        return loop.view(max_codes, behind_step)
+    except Exception:
+        log.exception("the engine could not be shown")
+        return View()

@@ -73,6 +73,8 @@ class Live:
                 if engine != self._client.lives.ready:
                     engine, last_step = self._client.lives.ready, 0  # another one, which counts its own steps
                 view = await self._client.look(max_codes=MAX_CODES, behind_step=last_step)
+                if not view.cells.total:
+                    break  # it could not be made, and the engine's log says why
                 if view.steps:
                     last_step = view.steps[-1].number
                 self._show(frame(described(view, time.monotonic())))

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from engine.client import InProcessClient
@@ -234,3 +235,33 @@ def test_a_request_that_never_ran_has_no_wait() -> None:
     loop = started(ScriptedExecutor(max_sessions=1), request("a", *PROMPT), request("b", *PROMPT), steps=0)
     loop.cancel("b")
     assert [(u.request_id, u.queued_s) for u in loop.step() if u.request_id == "b"] == [("b", None)]
+
+
+def test_a_cache_of_one_sequence_is_shown_too() -> None:
+    executor = toy_executor(ToyDecoder(), cache_kind="single", max_sessions=1)
+    limits = scripted_loop(ScriptedExecutor(), scripted_info(max_num_seqs=1))._scheduler.limits
+    loop = EngineLoop(executor, limits, prefix_cache=False)
+    loop.submit(request("a", 1, 2, 3, 4, new=6))
+    for _ in range(3):
+        loop.step()
+    view = loop.view(ALL, 0)
+    assert codes(view)[:7] == [FIRST_SESSION] * 6 + [FREE]
+    assert view.cells.private == 6
+
+
+def test_a_view_that_cannot_be_made_is_empty_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ScriptedExecutor):
+        def cell_references(self) -> npt.NDArray[np.int32]:
+            raise ZeroDivisionError("by zero")
+
+    async def life() -> None:
+        client = scripted_client(Broken())
+        await client.start()
+        await client.wait_ready()
+        assert await client.look(max_codes=10, behind_step=0) == View()
+        stream = client.submit(request("a", 5, new=2))
+        assert [update.finish async for update in stream][-1] == "length"
+        await client.close()
+
+    asyncio.run(life())
+    assert "the engine could not be shown" in caplog.text
