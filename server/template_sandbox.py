@@ -13,7 +13,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from string import Formatter
+from types import GeneratorType
 from typing import Any
 
 from jinja2 import TemplateRuntimeError, nodes, runtime
@@ -74,13 +76,23 @@ def _check_weight(value: Any) -> None:
             waiting += item
 
 
-_WIDE = re.compile(r"\d{6}|\{[^}]*\{|\*")
-"""In a format: a width of six digits, or one that is an argument."""
+_WIDE = re.compile(r"\d{6}")
+_PERCENT = re.compile(r"%(?:\([^)]*\))?([^a-zA-Z%]*)")
 
 
-def _check_format(form: str) -> None:
-    if _WIDE.search(form):
-        raise TemplateLimit("it formats with a width that is too large, or not known before")
+def _check_percent(form: str) -> None:
+    """Before `form % arguments`."""
+    for flags in _PERCENT.findall(form):
+        if _WIDE.search(flags) or "*" in flags:
+            raise TemplateLimit("it formats with a width that is too large, or not known before")
+
+
+def _check_braces(form: str) -> None:
+    """Before `form.format(...)`. What is wrong in it that call will say."""
+    with suppress(ValueError):
+        for _, _, spec, _ in Formatter().parse(form):
+            if spec and (_WIDE.search(spec) or "{" in spec):
+                raise TemplateLimit("it formats with a width that is too large, or not known before")
 
 
 def _check_growth(name: str, text: str, arguments: Sequence[Any]) -> None:
@@ -101,7 +113,7 @@ def _check_growth(name: str, text: str, arguments: Sequence[Any]) -> None:
         case ("indent", [str(prefix), *_]) | ("wordwrap", [_, _, str(prefix), *_]):
             check_size(len(text) * (1 + len(prefix)))
         case "format", _:
-            _check_format(text)
+            _check_percent(text)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -116,7 +128,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = bounded(name, function)
 
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
-        for node in source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        turns: Iterator[Any] = source.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
+        for node in turns:
             tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
         for concat in list(source.find_all(nodes.Concat)):  # `~`
@@ -140,7 +153,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             case "*", int(), (str() | list() | tuple()):
                 check_size(left * len(right))
             case "%", str(), _:
-                _check_format(left)
+                _check_percent(left)
             case "**", _, _:
                 if isinstance(left, int) and isinstance(right, int):
                     _check_number(left)
@@ -158,9 +171,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, function, *arguments[: len(args)], **options)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if isinstance(obj, str) and attribute in ("format", "format_map"):
-            _check_format(obj)  # what it gives is the sandbox's own, which no longer says whose it is
+        _check_method(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _check_method(obj, argument)
+        return super().getitem(obj, argument)
+
+
+def _check_method(obj: Any, name: Any) -> None:
+    """`format` of a text is the sandbox's own function, which does not say whose it is when it is called."""
+    if isinstance(obj, str) and name in ("format", "format_map"):
+        _check_braces(obj)
 
 
 def _finalized(value: Any) -> Any:
@@ -193,7 +215,5 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _listed(value: Any) -> Any:
-    """A generator has no size before it has run."""
-    if isinstance(value, Iterable) and not isinstance(value, str | Mapping | Sequence | runtime.Undefined | set):
-        return list(value)
-    return value
+    """A generator has no size before it has run. Not a loop of the template's, which goes on behind the call."""
+    return list(value) if isinstance(value, GeneratorType | map | filter | zip | reversed) else value

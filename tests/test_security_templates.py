@@ -136,6 +136,10 @@ BOMBS = [
     "{{ '%1000000000d'|format(7) }}",
     "{{ '{:1000000000}'.format('a') }}",
     "{{ '{:{w}}'.format('a', w=1000000000) }}",
+    "{{ '{:1000000000}'['format']('a') }}",
+    "{{ '{0:{0}}'.format(1000000000) }}",
+    "{{ ('{:>100' ~ '0000000}').format('a') }}",
+    "{{ '%(a)1000000000d' % {'a': 7} }}",
     "{{ ('a' * 1000000).replace('a', 'a' * 1000000) }}",
     "{{ ('a' * 1000000)|replace('a', 'a' * 1000000) }}",
     "{{ ('a' * 1000000)|replace('', 'a' * 1000000) }}",
@@ -176,10 +180,14 @@ def test_the_limits_are_no_limit_for_what_templates_do() -> None:
         "{% if loop.last %}{{ messages | map(attribute='role') | join(', ') }}{% endif %}{% endfor %}"
         "{{ tools | tojson(indent=4) }}{{ tools | map('tojson') | join('\n') }}{{ ns.count * 2 ** 10 }}"
     )
+    source = "{% macro place(l) %}{{ l.index }}/{{ l.length }}{% endmacro %}" + source
+    source += (
+        "{% for m in messages[:3] %}{{ place(loop) }};{% endfor %}{{ '{{\"n\": \"{}\"}}'.format('x') }}{{ '%d%%' % 5 }}"
+    )
     messages = [{"role": "user", "content": "a line\n" * 50}] * 1000
     tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": list(range(500))}}}
     rendered = template(source).render(messages, {"loop_index": "#"}, tools=[tool] * 20)
-    assert rendered.endswith(str(1000 * 2**10))
+    assert rendered.endswith(str(1000 * 2**10) + '1/3;2/3;3/3;{"n": "x"}5%')
     assert "#USER:bb line" in rendered
 
 
