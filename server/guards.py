@@ -65,9 +65,7 @@ class Trace:
     unique are made from it, and the minted X-Request-Id is "req-" and the same digits.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, metrics: Metrics, has_access_log: bool, tracer: Tracer | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, has_access_log: bool, tracer: Tracer | None = None) -> None:
         """tracer: begins a span for each POST; `request.state.span` is it, and None for all else."""
         self._app = app
         self._tracer = tracer
