@@ -324,15 +324,13 @@ class KvTiers:
             store, chunk = self._objects.stores[group], keep.chunks[index]
             if group in keep.refused:
                 continue
-            if store.host.hold(chunk) is not None:
-                store.host.release(chunk)  # it was used now
-                continue
             cells = keep.cells[index * self._chunk_tokens : (index + 1) * self._chunk_tokens]
-            if not self._holes.can_store(cells, group):
-                continue
-            memory = store.reserve(chunk)
-            if memory is None:  # no room, or another is at it: what follows would be of no use
-                keep.refused.add(group)
+            memory = store.reserve(chunk) if self._holes.can_store(cells, group) else None
+            if memory is None:
+                if store.host.hold(chunk) is not None:
+                    store.host.release(chunk)  # it was used now
+                elif self._holes.can_store(cells, group):  # no room, or another is at it: the rest is of no use
+                    keep.refused.add(group)
                 continue
 
             def gathered() -> None:

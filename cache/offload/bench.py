@@ -131,7 +131,7 @@ def _all(transfers: Transfers, begin: Callable[[int], bool], count: int) -> None
     """Begin all of them as soon as there is a ring slot, and wait until nothing is under way."""
     number = 0
     while number < count or transfers.in_flight:
-        if number < count and begin(number):
+        while number < count and begin(number):
             number += 1
         transfers.poll()
 
@@ -140,11 +140,12 @@ def _both(transfers: Transfers, rows: np.ndarray, host: Sequence[torch.Tensor], 
     """The first half of the chunks goes up while the second half goes down."""
     loaded = stored = 0
     while loaded < half or stored < half or transfers.in_flight:
-        if loaded < half and transfers.load(host[loaded], rows[loaded], done=_nothing):
+        while loaded < half and transfers.load(host[loaded], rows[loaded], done=_nothing):
             loaded += 1
         at = half + stored
-        if stored < half and transfers.store(rows[at], host[at], gathered=_nothing, done=_nothing):
+        while stored < half and transfers.store(rows[at], host[at], gathered=_nothing, done=_nothing):
             stored += 1
+            at += 1
         transfers.poll()
 
 
