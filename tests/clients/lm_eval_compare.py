@@ -1,6 +1,7 @@
-"""lm-eval's local-completions beside its own Hugging Face backend: every log likelihood to 1e-3. Arguments: URL MODEL FOLDER.
+"""lm-eval's local-completions beside its own Hugging Face backend: every log likelihood to 1e-3.
 
-The task is local, so that nothing is fetched. local-completions sends ids with echo and logprobs.
+Arguments: URL MODEL FOLDER. The task is local, so that nothing is fetched. local-completions sends ids, with echo and
+logprobs.
 """
 
 import os
@@ -27,7 +28,9 @@ def scores(backend: str, model_args: dict[str, object]) -> tuple[list[tuple[floa
         bootstrap_iters=0,
         batch_size=1,
     )
-    pairs = [(float(one), bool(greedy)) for sample in answer["samples"]["facts"] for one, greedy in sample["filtered_resps"]]
+    pairs = [
+        (float(one), bool(greedy)) for sample in answer["samples"]["facts"] for one, greedy in sample["filtered_resps"]
+    ]
     return pairs, {name: value for name, value in answer["results"]["facts"].items() if name.startswith("acc")}
 
 
