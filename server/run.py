@@ -52,8 +52,7 @@ _BACKLOG = 2048
 def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> int:
     """Serve until a signal or a failed start, and return the exit code. `listener` comes from `listen`."""
     logs.configure(settings.log_format, "api")
-    if settings.is_open:
-        _log.warning("no API key is asked for: whoever reaches %s may use this server (--api-key)", settings.host)
+    warn_if_open(settings)
     app = create_app(client, settings)
     server = Server(uvicorn_config(app, settings), app.state.lifecycle, settings, listener)
     try:
@@ -62,6 +61,11 @@ def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> 
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)
     return server.exit_code
+
+
+def warn_if_open(settings: Settings) -> None:
+    if settings.is_open:
+        _log.warning("no API key is asked for: whoever reaches %s may use this server (--api-key)", settings.host)
 
 
 def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:

@@ -50,6 +50,7 @@ log = logging.getLogger("cellserve.server")
 def serve(settings: Settings, listeners: Sequence[socket.socket], *, make_relay: MakeRelay | None = None) -> int:
     """Serve until a signal or a failed start, and return the exit code. listeners: one for each API process."""
     logs.configure(settings.log_format, "api")
+    run.warn_if_open(settings)
     make_relay = make_relay or (lambda options, folder: Relay(options.to_engine_config(), folder))
     with tempfile.TemporaryDirectory(prefix="cellserve-api-", ignore_cleanup_errors=True) as folder:
         try:

@@ -201,6 +201,7 @@ def test_a_service_without_a_check_of_its_own_has_the_images() -> None:
 
 def steps(app: Path, python: Path, environment: dict[str, str]) -> list[str]:
     """Runs them as a builder does, in `app` for the image's file system; -> the command that the image starts."""
+    app.mkdir()
     workdir = app
     entrypoint: list[str] = []
     command: list[str] = []

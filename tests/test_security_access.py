@@ -211,10 +211,14 @@ def test_a_server_that_is_open_to_others_knows_it(options: dict[str, object], is
     assert Settings(**options).is_open is is_open  # type: ignore[arg-type]
 
 
-def test_a_server_that_is_open_to_others_says_so() -> None:
-    """S8, S9: once, at the start. The default is an address that nobody else reaches."""
+@pytest.mark.parametrize(("module", "options"), [
+    ("support.scripted_server", ()),
+    ("support.workers_server", ("--api-workers", "2")),
+])  # fmt: skip
+def test_a_server_that_is_open_to_others_says_so(module: str, options: tuple[str, ...]) -> None:
+    """S8, S9: at the start. The default is an address that nobody else reaches."""
     assert settings.load().settings.host == "127.0.0.1"
-    with ServerProcess("--host", "0.0.0.0") as server:
+    with ServerProcess("--host", "0.0.0.0", *options, module=module) as server:
         server.wait_for_stderr("no API key is asked for: whoever reaches 0.0.0.0 may use this server")
 
 
