@@ -171,6 +171,7 @@ class Told:
             if not any(parts):
                 raise  # what tells nothing is not asked again: nothing else would bring the failure out
             self._failure = error
+            self.is_over = True  # but for the failure: whoever takes once more is told
         if self._generation.is_over and self._failure is None and not self.is_over:
             self.is_over = True
             if self._usage_frame is not None:

@@ -22,6 +22,7 @@ from engine.types import EngineInfo, EngineStats
 from server import errors
 from server.answers import Told
 from server.errors import ApiError
+from server.generation import News
 from server.lifecycle import Lifecycle, Patience
 from server.settings import Settings
 from support.live_server import TIMEOUT_S, LiveServer, live_server, until
@@ -242,10 +243,10 @@ def test_f24_a_tokenizer_that_hangs_is_within_the_requests_deadline(tmp_path: Pa
 class FailsBehindASilentChoice:
     """A generation whose first news make no text and whose second are a failure: both come in one look."""
 
-    def __init__(self) -> None:
-        self.choices: list[Any] = []
+    def __init__(self, *held_back: str) -> None:
+        self.choices = [SilentChoice(text) for text in held_back]
         self.is_over = False
-        self._news = iter([[SilentChoice()]])
+        self._news = iter([[SilentChoice("")]])
 
     def told_update(self) -> list[SilentChoice]:
         for news in self._news:
@@ -254,14 +255,34 @@ class FailsBehindASilentChoice:
 
     def when_news(self, call: Callable[[], None]) -> None: ...
 
+    def commit(self) -> None: ...
+
 
 class SilentChoice:
     index = 1
     is_worth_telling = False
 
+    def __init__(self, held_back: str) -> None:
+        self.news = News()
+        self.news.text = held_back
+
+    def take(self) -> News:
+        return self.news
+
+
+def told_of(generation: FailsBehindASilentChoice) -> Told:
+    return Told(generation, lambda choice: b"", lambda choice, news: news.text.encode(), None)  # type: ignore[arg-type]
+
 
 def test_a_failure_behind_news_that_make_no_text_is_told_at_once() -> None:
     """Nothing else would come that could bring it out: the client would wait for ever."""
-    frames = Told(FailsBehindASilentChoice(), lambda choice: b"", lambda choice, news: b"", None)  # type: ignore[arg-type]
+    with pytest.raises(ApiError):
+        told_of(FailsBehindASilentChoice()).take()
+
+
+def test_a_failure_behind_what_was_held_back_waits_for_no_news() -> None:
+    """Whoever writes as news come must know that there is something left to take."""
+    frames = told_of(FailsBehindASilentChoice("a tail"))
+    assert (frames.take(), frames.is_over) == (b"a tail", True)
     with pytest.raises(ApiError):
         frames.take()
