@@ -56,6 +56,7 @@ async function attempt() {
   } catch (error) {
     if (!(error instanceof Refused)) return state("no answer", "bad");
     $("key-form").classList.toggle("is-wanted", error.status === 401);
+    if (error.status === 401) $("key").placeholder = "needed";
     state(error.status === 401 ? "give an API key" : error.message, "bad");
   }
 }
