@@ -180,6 +180,9 @@ class _Given:
 
     def take(self, update: Update) -> Update:
         """The part of the update that is new; a failure where a second run differs from the first."""
+        if not (self.due or update.cached_tokens is not None or update.prompt_logprobs is not None):
+            self.tokens.extend(update.token_ids)  # nearly always
+            return update
         known = min(self.due, len(update.token_ids))
         start = len(self.tokens) - self.due
         self.due -= known
