@@ -32,9 +32,9 @@ function state(text, kind) {
 /** Follow the server through its life: loading, ready, gone and back. */
 async function follow() {
   while (true) {
-    await attempt();
     // A page that nobody sees asks for nothing.
     while (document.hidden) await pause(60_000);
+    await attempt();
     await pause(RETRY_MS);
   }
 }
