@@ -391,6 +391,9 @@ class EngineClient(ABC):
         """Give a new engine what waits for it."""
         now = time.monotonic()
         for entry in list(self._open.values()):
+            if not entry.stream.can_rerun:  # what had come before the death has left for its caller since
+                self._fail(entry, "the engine has stopped", "engine_unavailable")
+                continue
             request = entry.again(now)
             try:
                 check_request(self.info, request)
@@ -422,6 +425,8 @@ class EngineClient(ABC):
             return
         if not entry.stream.push(update):
             return
+        if update.finish is None:  # a second run that went another way: the engine does not know that it is over
+            self._send(Cancel(update.request_id, update.index))
         self._num_outstanding -= 1
         if not entry.stream.is_over:
             return

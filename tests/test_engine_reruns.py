@@ -109,6 +109,21 @@ async def test_what_has_left_for_its_caller_fails_and_its_neighbour_runs_again()
 
 
 @asyncio_test
+async def test_what_leaves_for_its_caller_behind_the_engines_death_fails_with_the_next_engine() -> None:
+    async with lives(3, None) as each:
+        told, untold = each.client.submit(request("told")), each.client.submit(request("untold"))
+        while each.client.phase.name != "dead":
+            await each.client.next_phase()
+        told.commit()  # its caller was late to take what had come
+        reading = asyncio.create_task(read(told))
+        await each.next_life()
+        failed = (await reading)[0]
+        assert (failed.finish, failed.error_code) == ("failed", "engine_unavailable")
+        assert (await read(untold))[0].finish == "length"
+        assert each.client.num_outstanding == 0
+
+
+@asyncio_test
 async def test_a_request_that_two_engines_died_of_fails() -> None:
     async with lives(1, 1, None) as each:
         reading = asyncio.create_task(read(each.client.submit(request())))
@@ -129,6 +144,21 @@ async def test_a_second_run_that_goes_another_way_is_an_error_and_never_a_mixed_
         assert (failed.finish, failed.error_code) == ("failed", "engine_unavailable")
         assert 950 not in failed.token_ids
         assert each.client.num_outstanding == 0
+
+
+@asyncio_test
+async def test_a_second_run_that_goes_another_way_is_ended_in_the_engine_too() -> None:
+    async with lives(4, None) as each:
+        each.executors[1].answer = lambda prompt, generated, seed: 950
+        each.executors[1].release(1)
+        stream = each.client.submit(request(max_new_tokens=400))
+        await anext(stream)
+        await each.next_life()
+        assert (await read(stream))[0].finish == "failed"
+        after = each.client.submit(request("after", (6,)))
+        each.executors[1].release()
+        await read(after)
+        assert len(each.executors[1].batches[-1].chunks) == 1
 
 
 @asyncio_test
