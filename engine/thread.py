@@ -7,6 +7,7 @@ through an `Inbox` alone.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -43,6 +44,9 @@ Build = Callable[[ProgressCallback], tuple[EngineLoop, EngineInfo]]
 """Loads an engine. Raises ConfigError or ModelError when that cannot work."""
 
 BuildFromConfig = Callable[[EngineConfig, ProgressCallback], tuple[EngineLoop, EngineInfo]]
+
+SIGN_OF_LIFE_S = 0.25
+"""Turns that bring no news, as while copies are under way, are told of no more often than that."""
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +100,7 @@ def breakable(build: BuildFromConfig, config: EngineConfig) -> BuildFromConfig:
 
 
 def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -> None:
+    told, due_s = None, 0.0
     while True:
         for message in inbox.take(wait=not loop.has_work()):
             match message:
@@ -117,8 +122,10 @@ def _serve(loop: EngineLoop, inbox: Inbox, send: Callable[[FromEngine], None]) -
                 case Start():
                     raise RuntimeError("told to start twice")
         if loop.has_work():
-            updates = loop.step()
-            send(Step(tuple(updates), loop.stats()))
+            updates, stats, now = loop.step(), loop.stats(), time.monotonic()
+            if updates or stats != told or now >= due_s:
+                send(Step(tuple(updates), stats))
+                told, due_s = stats, now + SIGN_OF_LIFE_S
 
 
 def _view(loop: EngineLoop, max_codes: int, behind_step: int) -> View:

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 from cache.geometry import CacheFull
-from cache.offload.transfers import CopyStream, InlineStream
+from cache.offload.transfers import CopyStream, HostMark, InlineStream, Mark
 from engine.kv_tiers import LONGEST_FETCH_S
+from engine.thread import run_engine
+from engine.types import GenerateRequest, SamplingParams
+from engine.wire import FromEngine, Step, Stop, Submit, ToEngine
 from support.redis_server import Server
+from support.scripted import scripted_info
 from support.tier_chunks import FakeTier
 from support.tiered import GREEDY, WAIT_S, LaggingStream, Tiered, tokens
 from support.toy_decoder import CONTEXT, ToyDecoder
@@ -94,6 +98,41 @@ def test_a_prompt_is_kept_while_its_answer_is_still_drawn(tiered: Tiered, model:
     assert tiered.ask("other", prompt) == 35
     tiered.run()
     assert tiered.tokens("long") == model.continuation(prompt, 20)
+
+
+class SlowMark(HostMark):
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = 0
+
+    def is_passed(self) -> bool:
+        self._asked += 1
+        return self._asked > 200
+
+
+class SlowStream(LaggingStream):
+    def mark(self) -> Mark:
+        return SlowMark()
+
+
+class Letters:
+    """One request, and the end when nothing is left to do."""
+
+    def __init__(self, first: ToEngine) -> None:
+        self._first: list[ToEngine] = [first]
+
+    def take(self, *, wait: bool) -> list[ToEngine]:
+        first, self._first = self._first, []
+        return first or ([Stop()] if wait else [])
+
+
+def test_turns_that_only_watch_a_copy_tell_the_server_nothing(model: ToyDecoder) -> None:
+    engine, sent = Tiered(model, stream=SlowStream), list[FromEngine]()
+    asked = Submit(GenerateRequest("r", tuple(tokens(1, 40)), max_new_tokens=3, sampling=SamplingParams(seed=1)))
+    assert run_engine(lambda progress: (engine.loop, scripted_info()), Letters(asked), sent.append)
+    empty = [message for message in sent if isinstance(message, Step) and not message.updates]
+    assert 0 < len(empty) < 50
+    engine.close()
 
 
 def test_salts_separate_tenants_in_the_tiers_too(tiered: Tiered) -> None:
