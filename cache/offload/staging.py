@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -151,12 +151,12 @@ class BlockIds:
         if total > self._buffer.numel():
             raise InvalidGroups(f"{total} block ids do not fit the buffer of {self._buffer.numel()}")
         if total:
-            joined = torch.cat(host)
+            joined = host[0] if len(host) == 1 else torch.cat(host)
             if self._buffer.is_cuda:
                 # A fresh pinned source each time: the caching allocator reuses it only behind this copy.
                 joined = joined.pin_memory()
             self._buffer[:total].copy_(joined, non_blocking=True)
-        ends = torch.tensor([0, *(ids.numel() for ids in host)]).cumsum(0).tolist()
+        ends = list(accumulate((ids.numel() for ids in host), initial=0))
         return [self._buffer[start:end] for start, end in pairwise(ends)]
 
 
