@@ -146,9 +146,10 @@ class Faults:
         tiers = parts._prefixes._tiers
         if tiers is not None:
             self._points |= WITH_TIERS
-            for guarded in tiers._store.tiers:
-                self._around(guarded.tier, "load", self._loading)
-                self._around(guarded.tier, "store", self._storing)
+            # A tier may be below the stores of several object groups, and gets its hooks once.
+            for tier in {id(each.tier): each.tier for store in tiers._objects.stores for each in store.tiers}.values():
+                self._around(tier, "load", self._loading)
+                self._around(tier, "store", self._storing)
 
     @staticmethod
     def _around(part: Any, name: str, hook: Callable[..., Any]) -> None:
