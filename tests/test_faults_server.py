@@ -57,7 +57,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 async def leave_while_queued(bench: Bench) -> None:
     body = LONG.body(stream=False)
-    running = [await bench.server.raw(bench.server.request({**body, "seed": number})) for number in range(30)]
+    running = [await bench.server.raw(bench.server.request({**body, "seed": number})) for number in range(44)]
 
     async def is_queued() -> bool:
         return await bench.metric("vllm:num_requests_waiting") >= 10
