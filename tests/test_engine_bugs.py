@@ -179,6 +179,8 @@ def test_b24_what_a_preempted_request_leaves_below_is_what_it_said(model: ToyDec
     engine = Tiered(model, FakeTier(), cells=64)
     prompt = tokens(60, 30)
     engine.submit("victim", prompt, max_new_tokens=25, sampling=GREEDY)
+    while not engine.loop.stats().running:  # the tier is asked first
+        engine.step()
     engine.submit("urgent", tokens(61, 20), max_new_tokens=30, sampling=GREEDY, priority=-1)
     engine.run()
     assert engine.loop.stats().preemptions > 0
