@@ -64,6 +64,7 @@ class Scheduler:
         self._running: list[Session] = []  # in order of admission
         self._rotation: deque[Session] = deque()  # running sessions that still prefill, next to be served first
         self._suspect: Session | None = None  # the running one, if it has not got through yet
+        self._is_suspects_turn = False  # as the last step was given out, while one runs
 
     @property
     def is_empty(self) -> bool:
@@ -159,16 +160,29 @@ class Scheduler:
         return victim
 
     def next_takes(self, free_cells: int) -> list[Take]:
-        """Decodes in order of admission, then prefill chunks in the order taken (SCH-8). A suspect goes alone."""
-        if (suspect := self._running_suspect) is not None:
-            count = min(suspect.remaining, self.limits.prefill_budget, free_cells)
-            return [Take(suspect, count)] if count else []
-        decodes = [session for session in self._running if session.is_decoding]
+        """Decodes in order of admission, then prefill chunks in the order taken (SCH-8).
+
+        A suspect goes alone, in every other step while others run: there may be many, one behind another.
+        """
+        suspect = self._running_suspect
+        if suspect is None:
+            return self._takes(free_cells)
+        count = min(suspect.remaining, self.limits.prefill_budget, free_cells)
+        alone = [Take(suspect, count)] if count else []
+        self._is_suspects_turn = not self._is_suspects_turn
+        if self._is_suspects_turn:
+            return alone or self._takes(free_cells, suspect)
+        return self._takes(free_cells, suspect) or alone
+
+    def _takes(self, free_cells: int, without: Session | None = None) -> list[Take]:
+        decodes = [session for session in self._running if session.is_decoding and session is not without]
         decodes = decodes[: min(self.limits.mixed_budget, free_cells)]
         budget = self.limits.mixed_budget - len(decodes) if decodes else self.limits.prefill_budget
-        return [Take(session, 1) for session in decodes] + self._prefill_takes(budget, free_cells - len(decodes))
+        return [Take(session, 1) for session in decodes] + self._prefill_takes(
+            budget, free_cells - len(decodes), without
+        )
 
-    def _prefill_takes(self, budget: int, free_cells: int) -> list[Take]:
+    def _prefill_takes(self, budget: int, free_cells: int, without: Session | None) -> list[Take]:
         """Passes over the rotation, one chunk a session and pass, until a pass makes no progress (SCH-5..7).
 
         A chunk that does not fit the budget is skipped, a smaller one behind it may go; a chunk that does not fit
@@ -181,7 +195,7 @@ class Scheduler:
             progress = False
             for session, remaining in left.items():
                 count = min(self.limits.prefill_chunk, remaining, free_cells)
-                if count == 0 or count > budget:
+                if count == 0 or count > budget or session is without:
                     continue
                 counts[session] = counts.get(session, 0) + count
                 left[session] -= count

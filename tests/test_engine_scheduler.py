@@ -162,3 +162,32 @@ def test_sch_1_the_mixed_budget_must_hold_the_decodes_and_one_chunk():
     assert scheduler(seqs=8, mixed=12, chunk=4).is_empty
     with pytest.raises(ConfigError, match="max_num_seqs"):
         scheduler(seqs=8, mixed=11, chunk=4)
+
+
+def test_r10_a_suspect_runs_alone_and_others_have_every_other_step():
+    queue = scheduler(prefill=10, mixed=12, chunk=4)
+    run(queue, session(1, 4))
+    step(queue)
+    suspect = session(2, 24)
+    suspect.is_suspect = True
+    run(queue, suspect, session(3, 8))
+    steps = []
+    while suspect.num_generated == 0:
+        steps.append(step(queue))
+    assert [taken for taken in steps if dict(taken).get(2)] == [[(2, 10)], [(2, 10)], [(2, 4)]]
+    assert [taken for taken in steps if not dict(taken).get(2)] == [[(1, 1), (3, 8)], [(1, 1), (3, 1)]]
+    suspect.is_suspect = False
+    assert step(queue) == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_r10_a_suspect_whose_draw_is_on_its_way_holds_up_nobody():
+    queue = scheduler()
+    run(queue, session(1, 4))
+    step(queue)
+    suspect = session(2, 4, max_new=1)
+    suspect.is_suspect = True
+    run(queue, suspect)
+    (take,) = queue.next_takes(PLENTY)
+    take.session.take(take.count)
+    assert (take.session, suspect.remaining) == (suspect, 0)
+    assert [step(queue) for _ in range(2)] == [[(1, 1)], [(1, 1)]]
