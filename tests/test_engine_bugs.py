@@ -195,6 +195,7 @@ def test_b24_what_a_preempted_request_leaves_below_is_what_it_said(model: ToyDec
 
 
 def test_b25_a_long_prompt_whose_client_has_gone_runs_no_more_than_the_chunk_in_flight(overlaps: bool) -> None:
+    """RUN-27."""
     executor = ScriptedExecutor(cells=40_000, max_session_tokens=40_000, overlaps=overlaps)
     engine = Engine(executor, budget=512, chunk=512)
     engine.submit("long", range(30_000), max_new_tokens=4)

@@ -95,7 +95,7 @@ def test_preempted_requests_draw_the_same_tokens(model):
 
 
 def test_ses_1_sessions_are_bounded_and_their_ids_never_come_back(executor):
-    """SES-3: closing what is closed is ignored."""
+    """RUN-4, SES-3: closing what is closed is ignored."""
     first = [executor.open_session(GREEDY, seed=0, prompt=(1,)) for _ in range(4)]
     with pytest.raises(SessionsExhausted, match="all 4 sessions"):
         executor.open_session(GREEDY, seed=0, prompt=(1,))
@@ -108,6 +108,7 @@ def test_ses_1_sessions_are_bounded_and_their_ids_never_come_back(executor):
 
 
 def test_ses_4_a_clone_shares_cells_and_goes_on_as_its_source_would(executor):
+    """RUN-31."""
     source = executor.open_session(GREEDY, seed=0, prompt=(1, 2, 3))
     expected = draw(executor, source, (1, 2, 3), 0)
     used = executor.free_cells
@@ -121,6 +122,7 @@ def test_ses_4_a_clone_shares_cells_and_goes_on_as_its_source_would(executor):
 
 
 def test_ses_4_a_clone_of_what_is_not_there_is_refused_and_leaves_nothing(executor):
+    """RUN-30."""
     source = executor.open_session(GREEDY, seed=0, prompt=(1,))
 
     def refused(session, upto, words):
@@ -143,6 +145,7 @@ def test_ses_2_a_session_whose_policy_is_refused_leaves_no_sequence(executor):
 
 
 def test_ses_5_a_new_policy_draws_as_if_the_session_had_been_opened_with_it(executor):
+    """RUN-11."""
     sampled = SamplingParams(temperature=1.5)
     opened = executor.open_session(sampled, seed=7, prompt=(1, 2, 3))
     expected = continued(executor, opened, (1, 2, 3), 6)

@@ -51,6 +51,7 @@ async def held(executor: ScriptedExecutor) -> None:
 @asyncio_test
 @pytest.mark.parametrize("overlaps", [False, True])
 async def test_a_request_gets_its_tokens_in_order_and_ends_once(overlaps: bool) -> None:
+    """RUN-8."""
     executor = ScriptedExecutor(overlaps=overlaps)
     async with ready(scripted_client(executor)) as client:
         answer = (await read(client.submit(request(prompt=(5, 6)))))[0]
@@ -64,6 +65,7 @@ async def test_a_request_gets_its_tokens_in_order_and_ends_once(overlaps: bool) 
 
 @asyncio_test
 async def test_every_choice_of_a_request_ends_once() -> None:
+    """RUN-24."""
     executor = ScriptedExecutor(lambda prompt, generated, seed: 100 * seed + len(generated))
     async with ready(scripted_client(executor)) as client:
         choices = await read(client.submit(request(n=3, sampling=SamplingParams(seed=1))))
@@ -147,6 +149,7 @@ async def test_what_a_slow_reader_missed_is_one_update_a_choice() -> None:
 
 @asyncio_test
 async def test_a_choice_that_has_ended_takes_no_more_news() -> None:
+    """RUN-26."""
     stream = RequestStream("r", 1, no_cancel)
     assert stream.push(Update("r", 0, (1,), finish="length"))
     assert not stream.push(Update("r", 0, (2,), finish="cancelled"))
@@ -186,6 +189,7 @@ async def read_ids(stream: RequestStream) -> list[int]:
 
 @asyncio_test
 async def test_leaving_a_stream_early_frees_its_cells_behind_the_step_in_flight() -> None:
+    """RUN-5."""
     executor = ScriptedExecutor()
     async with ready(scripted_client(executor)) as client:
         executor.release(1)
@@ -250,6 +254,7 @@ async def test_a_request_that_still_waits_can_be_cancelled() -> None:
 
 @asyncio_test
 async def test_a_task_that_is_cancelled_inside_a_stream_cancels_the_request() -> None:
+    """RUN-28."""
     executor = ScriptedExecutor()
 
     async def consume(client: EngineClient) -> None:
@@ -275,6 +280,7 @@ async def test_a_task_that_is_cancelled_inside_a_stream_cancels_the_request() ->
 
 @asyncio_test
 async def test_a_request_that_can_never_run_is_refused_and_leaves_no_trace() -> None:
+    """RUN-9, RUN-10."""
     executor = ScriptedExecutor(cells=100)
     async with ready(scripted_client(executor, max_model_len=200, max_num_seqs=4)) as client:
         for impossible, error in [
@@ -352,6 +358,7 @@ class ScriptedInbox:
 
 
 def test_the_engine_thread_sleeps_when_there_is_nothing_to_do_and_sends_once_a_step() -> None:
+    """SCH-10, RUN-1, RUN-2."""
     executor, info, sent = ScriptedExecutor(), scripted_info(), list[FromEngine]()
     inbox = ScriptedInbox([Submit(request(max_new_tokens=2)), Submit(request("s", max_new_tokens=3))], [], [Stop()])
     assert run_engine(lambda progress: (scripted_loop(executor, info), info), inbox, sent.append)
@@ -365,6 +372,7 @@ def test_the_engine_thread_sleeps_when_there_is_nothing_to_do_and_sends_once_a_s
 
 @asyncio_test
 async def test_a_start_tells_how_far_it_is_and_refuses_until_it_is_there() -> None:
+    """RUN-3."""
     go_on = threading.Event()
     seen = asyncio.Event()
     asyncio_loop = asyncio.get_running_loop()
@@ -412,6 +420,8 @@ async def test_a_load_that_is_refused_says_so_in_its_own_words(error: Exception)
 
 @asyncio_test
 async def test_a_load_that_crashes_is_an_engine_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    """RUN-3."""
+
     def build(progress: Callable[[str, int, int], None]) -> Any:
         raise ZeroDivisionError("by zero")
 
@@ -474,6 +484,7 @@ async def test_a_drain_refuses_new_requests_and_lets_the_running_ones_finish() -
 
 @asyncio_test
 async def test_what_a_drain_does_not_reach_fails_with_a_word_about_it() -> None:
+    """RUN-6."""
     executor = ScriptedExecutor()
     client = scripted_client(executor)
     async with ready(client):
@@ -489,6 +500,7 @@ async def test_what_a_drain_does_not_reach_fails_with_a_word_about_it() -> None:
 
 @asyncio_test
 async def test_a_second_close_cuts_a_long_drain_short() -> None:
+    """RUN-6."""
     executor = ScriptedExecutor()
     executor.hold()
     client = scripted_client(executor)

@@ -59,6 +59,7 @@ def test_a_row_behind_an_unseen_stop_is_wasted_and_never_delivered():
 
 
 def test_overlap_launches_the_next_step_before_the_last_ids_are_known():
+    """RUN-17, RUN-20, RUN-21."""
     engine = Engine(ScriptedExecutor(overlaps=True))
     engine.submit("a", (5,), max_new_tokens=3)
     assert engine.step() == []
@@ -111,6 +112,7 @@ def test_nothing_to_draw_and_nothing_to_score_ends_without_a_step():
 
 @pytest.mark.parametrize("max_new", [0, 2])
 def test_prompt_logprobs_come_once_and_cover_every_chunk(overlaps, max_new):
+    """RUN-13."""
     engine = Engine(ScriptedExecutor(overlaps=overlaps))
     engine.submit("a", range(10, 19), max_new_tokens=max_new, sampling={"prompt_logprobs": 1, "logprobs": 0})
     engine.run()
@@ -121,6 +123,7 @@ def test_prompt_logprobs_come_once_and_cover_every_chunk(overlaps, max_new):
 
 
 def test_a_cancelled_request_ends_once_for_each_choice_and_frees_its_cells(overlaps):
+    """SCH-9, RUN-18."""
     engine = Engine(ScriptedExecutor(overlaps=overlaps))
     engine.submit("a", range(30), n=2, max_new_tokens=9)
     engine.submit("b", (1, 2), max_new_tokens=4)
@@ -171,6 +174,7 @@ def test_choices_cancelled_one_by_one_until_none_is_left_end_without_a_step():
 
 
 def test_a_cancelled_choice_that_waits_leaves_the_queue():
+    """SCH-9."""
     engine = Engine(ScriptedExecutor(), seqs=1)
     engine.submit("a", (1,), max_new_tokens=5)
     engine.submit("b", (2,), max_new_tokens=5)
@@ -226,6 +230,7 @@ def test_r12_a_step_that_fails_once_costs_nobody_a_token(overlaps, number):
 
 
 def test_r10_what_a_step_fails_of_ends_alone_and_the_others_go_on(overlaps):
+    """RUN-15."""
     executor = ScriptedExecutor(overlaps=overlaps)
     executor.fail_steps_with((2,))
     engine = Engine(executor, seqs=8, budget=16)
@@ -241,6 +246,7 @@ def test_r10_what_a_step_fails_of_ends_alone_and_the_others_go_on(overlaps):
 
 
 def test_an_executor_whose_every_step_fails_ends_each_request_once(overlaps):
+    """RUN-15."""
     executor = ScriptedExecutor(overlaps=overlaps)
     for number in range(1, 200):
         executor.fail_step(number)
@@ -286,6 +292,7 @@ def test_r10_a_request_that_cannot_be_opened_ends_alone(overlaps):
 
 
 def test_x_10_one_session_that_fails_ends_alone(overlaps):
+    """RUN-16."""
     executor = ScriptedExecutor(overlaps=overlaps)
     executor.fail_session((1,), "this one cannot go on")
     engine = Engine(executor)

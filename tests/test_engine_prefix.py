@@ -34,6 +34,7 @@ def ask(engine, name, prompt, **fields):
 
 
 def test_a_repeated_prompt_is_all_there_but_for_the_last_token(overlaps):
+    """PFX-2."""
     engine = engine_of(overlaps)
     assert [ask(engine, name, range(9), max_new_tokens=3) for name in "abc"] == [0, 8, 8]
     assert engine.tokens("a") == engine.tokens("b") == engine.tokens("c") == [9, 10, 11]
@@ -41,6 +42,7 @@ def test_a_repeated_prompt_is_all_there_but_for_the_last_token(overlaps):
 
 
 def test_api_222_the_next_turn_of_a_conversation_finds_prompt_and_answer(overlaps):
+    """RUN-12, RUN-23."""
     engine = engine_of(overlaps)
     ask(engine, "first", range(9), max_new_tokens=4)
     conversation = [*range(9), *engine.tokens("first")]
@@ -57,6 +59,7 @@ def test_hits_have_any_length(asked, length):
 
 
 def test_a_running_request_gives_what_it_has_so_far(overlaps):
+    """PFX-5."""
     engine = engine_of(overlaps)
     engine.submit("running", range(6), max_new_tokens=400)
     for _ in range(10):
@@ -80,6 +83,7 @@ def test_a_cancelled_request_leaves_what_it_had_computed(overlaps):
 
 
 def test_d7_a_row_that_was_wasted_is_no_part_of_the_prefix():
+    """RUN-22."""
     engine = engine_of(overlaps=True)
     ask(engine, "stops", range(5), max_new_tokens=9, sampling={"stop_token_ids": (6,)})
     assert engine.tokens("stops") == [5, 6]
@@ -196,7 +200,7 @@ def test_nobody_waits_for_a_prefill_that_ended(overlaps, end):
 
 
 def test_sessions_that_computed_the_same_give_their_own_copies_back():
-    """Both drew the same answer; the one that ends later goes on from the first one's cells."""
+    """PFX-4: Both drew the same answer; the one that ends later goes on from the first one's cells."""
     engine = engine_of()
     engine.submit("short", range(5), max_new_tokens=10)
     engine.submit("long", range(5), max_new_tokens=20)
@@ -209,6 +213,7 @@ def test_sessions_that_computed_the_same_give_their_own_copies_back():
 
 
 def test_prefixes_go_before_anybody_is_preempted(overlaps):
+    """PFX-6."""
     engine = engine_of(overlaps, cells=64)
     for number in range(8):
         ask(engine, str(number), range(100 * number, 100 * number + 40), max_new_tokens=10)
@@ -219,6 +224,7 @@ def test_prefixes_go_before_anybody_is_preempted(overlaps):
 
 
 def test_the_least_recently_used_prefix_goes_first():
+    """PFX-4."""
     engine = engine_of(cells=100)
     ask(engine, "a", range(0, 30))
     ask(engine, "b", range(100, 130))
@@ -340,7 +346,7 @@ def check_books(engine):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_request_begins_with_the_longest_prefix_there_is(seed):
-    """With room for everything, so that nothing is evicted."""
+    """PFX-2: With room for everything, so that nothing is evicted."""
     rng = random.Random(seed)
     engine = Engine(WatchedExecutor(hashed, cells=20_000), seqs=rng.randint(2, 6), budget=24, chunk=rng.randint(2, 12))
     turns = random_turns(rng, 40, alone, ids=4, longest=80)

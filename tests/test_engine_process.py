@@ -178,6 +178,7 @@ async def test_r14_a_killed_engine_fails_every_open_stream_at_once_and_can_be_st
 
 @asyncio_test
 async def test_a_step_that_breaks_the_engine_fails_its_streams_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    """RUN-29."""
     async with ready("break") as client:
         choice = (await read(client.submit(request())))[0]
         assert (choice.token_ids, choice.finish, choice.error_code) == ((6,), "failed", "engine_unavailable")

@@ -39,12 +39,14 @@ def step(scheduler, free=PLENTY):
 
 
 def test_sch_13_chunks_rotate_and_a_lone_session_takes_several():
+    """SCH-7."""
     queue = scheduler(seqs=2, prefill=10, mixed=10, chunk=4)
     run(queue, session(10, 16, max_new=1), session(20, 8, max_new=1))
     assert [step(queue) for _ in range(3)] == [[(10, 4), (20, 4)], [(10, 4), (20, 4)], [(10, 8)]]
 
 
 def test_sch_13_a_chunk_that_does_not_fit_is_skipped_and_comes_first_next_time():
+    """SCH-5."""
     queue = scheduler(prefill=9, mixed=12, chunk=4)
     run(queue, *(session(a, size, max_new=1) for a, size in [(10, 4), (20, 3), (30, 4), (40, 2), (50, 4)]))
     assert step(queue) == [(10, 4), (20, 3), (40, 2)]
@@ -76,6 +78,13 @@ def test_sch_8_decodes_come_first():
     assert step(queue) == [(2, 1), (1, 4)]
 
 
+def test_sch_4_each_session_decodes_once_a_step_in_order_of_admission():
+    queue = scheduler()
+    run(queue, session(2, 1), session(1, 1), session(3, 1))
+    step(queue)
+    assert [step(queue) for _ in range(2)] == [[(2, 1), (1, 1), (3, 1)]] * 2
+
+
 def test_a_step_without_decodes_has_the_wider_budget():
     queue = scheduler(seqs=2, prefill=64, mixed=6, chunk=4)
     run(queue, session(1, 100), session(2, 1))
@@ -84,6 +93,7 @@ def test_a_step_without_decodes_has_the_wider_budget():
 
 
 def test_run_14_a_prompt_of_one_token_is_prefill():
+    """SCH-3."""
     one = session(1, 1)
     assert not one.is_decoding
 
@@ -107,6 +117,7 @@ def test_waiting_sessions_are_admitted_by_priority_then_arrival_and_never_overta
 
 
 def test_admission_counts_the_forks_that_are_still_to_come():
+    """RUN-4."""
     queue = scheduler(seqs=4)
     run(queue, session(1, 2, n=3))
     queue.add_waiting(session(2, 2, n=2))

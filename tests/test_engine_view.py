@@ -217,6 +217,7 @@ def test_stats_count_the_cells_that_sessions_share() -> None:
 
 
 def test_the_wait_for_a_place_is_told_once_with_the_first_news() -> None:
+    """MET-1."""
     now = 100.0
     executor = ScriptedExecutor(max_sessions=1)
     limits = scripted_loop(executor, scripted_info(max_num_seqs=1))._scheduler.limits

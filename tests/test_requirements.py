@@ -1,4 +1,4 @@
-"""Each requirement of the executor's behaviour is carried by a test, or tests/REQUIREMENTS.md says why not.
+"""Each requirement of the executor, the scheduler and what runs above them is carried by a test, or tests/REQUIREMENTS.md says why not.
 
 A test carries an id by its name (test_cell_7_..., test_pack_2_to_5_..., test_exe_8_and_9_...) or by its docstring
 (CELL-7, RAW-1..7). `python tests/test_requirements.py` writes the table's middle column anew and keeps the sentences.
@@ -17,6 +17,7 @@ LAST = {
     **{"CELL": 29, "CCELL": 7, "DF": 11, "SEQ": 10, "BSEQ": 5, "RING": 5, "CSEQ": 2, "REF": 6},
     **{"POOL": 12, "PAD": 7, "STG": 5, "GRA": 2},
     **{"EXE": 18, "PLAN": 5, "SES": 6, "PACK": 7, "SAM": 12, "RAW": 7, "SPEC": 9, "X": 11},
+    **{"SCH": 13, "RUN": 31, "PFX": 7, "MET": 7},
 }
 """The largest number of each kind; they count from 1."""
 
@@ -51,7 +52,7 @@ def carriers() -> dict[str, list[str]]:
     for path in sorted(TESTS.rglob("test_*.py")):
         carried: set[str] = set()
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 carried |= ids_in(node.name, ast.get_docstring(node) or "")
         for requirement in carried:
             files[requirement].append(path.relative_to(TESTS).as_posix())

@@ -8,6 +8,7 @@ from support.scripted import ScriptedExecutor, scripted_client
 
 
 def test_each_prompt_that_ran_waited_once_and_was_computed_once() -> None:
+    """MET-1, MET-3."""
     executor = ScriptedExecutor()
     with live_server(scripted_client(executor, max_num_seqs=2), Settings(access_log=False)) as server:
         for body in (

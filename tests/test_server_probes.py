@@ -215,6 +215,7 @@ def test_health_says_503_when_work_waits_and_nothing_moves() -> None:
 
 
 def test_gauges_follow_the_engine_and_fall_back_to_zero(server: LiveServer, executor: ScriptedExecutor) -> None:
+    """MET-4."""
     requests = [GenerateRequest(f"r{index}", (5, 6), max_new_tokens=8) for index in range(3)]
     executor.hold()
     streams = [server.call(lambda request=request: client_of(server).submit(request)) for request in requests]
@@ -233,6 +234,7 @@ def test_gauges_follow_the_engine_and_fall_back_to_zero(server: LiveServer, exec
 
 
 def test_metrics_are_text_that_every_scraper_reads(server: LiveServer) -> None:
+    """MET-7."""
     answer = server.http.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     for name in (
@@ -262,6 +264,7 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def test_the_books_balance_to_the_token() -> None:
+    """MET-2, MET-5."""
     metrics = Metrics("m", Engine())
     metrics.request_started(prompt_tokens=7, n=3, max_tokens=16)
     metrics.prompt_looked_up(prompt_tokens=7, cached_tokens=4)
