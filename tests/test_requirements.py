@@ -1,4 +1,4 @@
-"""Each requirement of the executor, the scheduler and what runs above them is carried by a test, or tests/REQUIREMENTS.md says why not.
+"""Each requirement of executor, scheduler and engine is carried by a test, or tests/REQUIREMENTS.md says why not.
 
 A test carries an id by its name (test_cell_7_..., test_pack_2_to_5_..., test_exe_8_and_9_...) or by its docstring
 (CELL-7, RAW-1..7). `python tests/test_requirements.py` writes the table's middle column anew and keeps the sentences.
