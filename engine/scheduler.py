@@ -116,10 +116,13 @@ class Scheduler:
         Optimistic: its tokens must fit beside what running prompts still need, not its whole budget of new ones.
         The caller opens it, calls `admit`, and asks again.
         """
+        places = self.limits.max_num_seqs - self.num_running
+        if places < 1:
+            return None  # most steps of a busy server: nobody's turn is worked out for nothing
         for session in self._waiting:
             if session.is_suspect and self._running_suspect is not None:
                 continue
-            if session.num_in_flight or self.num_running + session.draws > self.limits.max_num_seqs:
+            if session.num_in_flight or session.draws > places:
                 return None
             if must_wait(session):
                 continue
