@@ -84,8 +84,12 @@ class _Server(run.Server):
     async def _say_start(self) -> None:
         try:
             await self._lifecycle.wait_loaded()
-        except CellserveError:
-            return  # the main process says why
+        except CellserveError:  # the main process says why
+            if self._drain is None:  # else the load failed because it was told to stop
+                # That one ends all when this was the first engine; else others follow, of the engine and of this one.
+                self.exit_code = run.EXIT_ENGINE
+                self.should_exit = True
+            return
         run.settle()
         self._client.opened()
 

@@ -7,23 +7,29 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 import psutil
 import pytest
+import zmq
 
 from engine.errors import ConfigError
+from engine.wire import Failed
 from server import settings
 from server.admission import Admission
 from server.errors import ApiError
 from server.metrics import Metrics
-from server.run import bind, listen_for_workers
+from server.run import EXIT_ENGINE, bind, listen_for_workers
 from server.settings import Settings
 from server.shares import Share, make
+from server.workers import SLOTS_FILE, plain
 from support.live_server import TIMEOUT_S, until
 from support.scripted import scripted_client
 from support.scripted_server import ServerProcess
@@ -176,6 +182,31 @@ def test_a_failed_load_ends_all_with_the_reason() -> None:
         exit_code, output, complaint = server.ended()
         assert (exit_code, output) == (1, "")
         assert "there is no such model" in complaint
+
+
+def test_a_process_that_comes_while_an_engine_cannot_be_loaded_leaves_to_be_started_again() -> None:
+    """It would answer 503 for ever, however many engines came later."""
+    with tempfile.TemporaryDirectory(prefix="w-") as folder, zmq.Context() as context, bind("127.0.0.1", 0) as listener:
+        make(Path(folder) / SLOTS_FILE, 1)
+        with context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
+            sender.linger = 0
+            receiver.bind(f"ipc://{folder}/to-main")
+            child = subprocess.Popen(
+                (sys.executable, "-m", "server.worker"), stdin=subprocess.PIPE, pass_fds=(listener.fileno(),)
+            )
+            assert child.stdin is not None
+            options = {"settings": plain(Settings(model="m")), "listener": listener.fileno()}
+            child.stdin.write(json.dumps(options | {"folder": folder, "number": 0, "name": "api-0-1"}).encode() + b"\n")
+            child.stdin.flush()
+            try:
+                assert receiver.poll(1000 * TIMEOUT_S), "it asked for no engine"
+                sender.connect(f"ipc://{folder}/api-0-1")
+                sender.send(msgspec.msgpack.encode(Failed("engine", "it ended")))
+                assert child.wait(TIMEOUT_S) == EXIT_ENGINE
+            finally:
+                child.kill()
+                child.stdin.close()
+                child.wait()
 
 
 def test_what_cannot_be_shared_is_refused_by_name() -> None:
