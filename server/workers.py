@@ -114,6 +114,8 @@ class _Workers:
             name = f"api-{number}-{lives}"
             self._relay.expect(name)
             child = self._children[name] = await self._spawn(number, name)
+            if self._is_stopping and child.stdin is not None:
+                child.stdin.write(DRAIN)  # all others were told while this one was started
             exit_code = await child.wait()
             del self._children[name]
             assert child.stdin is not None
