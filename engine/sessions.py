@@ -18,6 +18,9 @@ import numpy.typing as npt
 from engine.types import Chunk, FinishReason, GenerateRequest, TokenLogprobs
 from engine.view import ViewedSession
 
+FORGIVEN_TOKENS = 32
+"""A session that has drawn as many since a failed step is not what steps fail of: that one counts no more."""
+
 
 @dataclass(eq=False, slots=True)
 class Session:
@@ -55,12 +58,14 @@ class Session:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """By prompt position; filled chunk by chunk, reported with choice 0's first update."""
     failed_steps: int = 0
-    """Steps that failed with this session among them; what they had made of it was thrown away."""
+    """Steps that failed with this session among them, one soon after another; what they had made of it is gone."""
     is_suspect: bool = False
     """It may be what the last of them failed of: it runs alone until it has drawn a token."""
     pooled: npt.NDArray[np.float32] | None = None  # [hidden]
     """What its chunks' hidden states have come to so far, for a request with pooling."""
     prompt_len: int = field(init=False)
+    _failed_at: int = field(init=False, default=0)
+    """How many tokens it had when one failed last."""
     _end: int = field(init=False)
     """Tokens it may come to."""
     _draws_blind: bool = field(init=False)
@@ -191,7 +196,10 @@ class Session:
 
     def suspect(self) -> None:
         """A step with it failed: forget that step, and whatever is in flight behind it."""
+        if len(self.tokens) >= self._failed_at + FORGIVEN_TOKENS:
+            self.failed_steps = 0
         self.failed_steps += 1
+        self._failed_at = len(self.tokens)
         self.is_suspect = True
         self.num_in_flight = 0
         self.requeue()

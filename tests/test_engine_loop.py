@@ -5,6 +5,7 @@ import random
 import pytest
 
 from engine.loop import MAX_FAILED_STEPS
+from engine.sessions import FORGIVEN_TOKENS
 from support.looped import Engine
 from support.scripted import ScriptedExecutor
 
@@ -271,6 +272,22 @@ def test_a_session_that_is_in_one_failed_step_after_another_ends(overlaps):
     engine.run()
     assert engine.finish("a") == "failed"
     assert engine.tokens("a") == list(range(2, 2 + len(engine.tokens("a"))))
+    assert engine.holds_nothing()
+
+
+def test_r10_a_long_answer_outlives_any_number_of_requests_that_steps_fail_of(overlaps):
+    executor = ScriptedExecutor(overlaps=overlaps)
+    executor.fail_steps_with((2,))
+    engine = Engine(executor, seqs=2)
+    new = 2 * MAX_FAILED_STEPS * (FORGIVEN_TOKENS + 16)  # a step each, a few of them lost
+    engine.submit("long", (5,), max_new_tokens=new)
+    for number in range(2 * MAX_FAILED_STEPS):
+        for _ in range(FORGIVEN_TOKENS + 16):
+            engine.step()
+        engine.submit(f"bad {number}", (2,), max_new_tokens=6)
+    engine.run()
+    assert engine.loop.stats().steps_failed >= 2 * MAX_FAILED_STEPS
+    assert (engine.finish("long"), engine.tokens("long")) == ("length", list(range(6, 6 + new)))
     assert engine.holds_nothing()
 
 
