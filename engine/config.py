@@ -18,6 +18,7 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """What that model is served as."""
 
 DEFAULT_NUM_SEQS = 256
+DEFAULT_CHUNK_TOKENS = 64
 
 LoadFormat = Literal["auto", "dummy"]
 CacheKind = Literal["cells", "single"]
@@ -73,7 +74,7 @@ class EngineConfig:
     """The most that folder may hold."""
     kv_redis: str | None = field(default=None, repr=False)
     """redis://, rediss:// or unix:// URL, which may hold a password."""
-    kv_chunk_tokens: int = 64
+    kv_chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     """Tokens that tiers keep together; doubled until they are 1 MiB."""
     kv_full_windows: bool = False
     """Tiers keep and bring up all K/V of layers with a window, not only what the end of a prefix can see of it."""
@@ -134,6 +135,9 @@ class EngineConfig:
             raise ConfigError("kv_host_gib keeps prefixes, which the single cache does not have: use --cache cells")
         if self.kv_chunk_tokens not in (16, 32, 64, 128, 256):
             raise ConfigError(f"kv_chunk_tokens is {self.kv_chunk_tokens}: it must be 16, 32, 64, 128 or 256")
+        for name, default in (("kv_chunk_tokens", DEFAULT_CHUNK_TOKENS), ("kv_full_windows", False)):
+            if self.kv_host_gib is None and getattr(self, name) != default:
+                raise ConfigError(f"{name} says how tiers keep K/V, and there are none: give kv_host_gib too")
         if self.kv_redis is not None and not self.kv_redis.startswith(("redis://", "rediss://", "unix://")):
             raise ConfigError("kv_redis must begin with redis://, rediss:// or unix://")
 

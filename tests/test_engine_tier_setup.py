@@ -144,6 +144,8 @@ def test_a_digest_tells_any_change_of_a_weight() -> None:
         ({"kv_host_gib": 1.0, "cache": "single"}, "the single cache does not have"),
         ({"kv_host_gib": 1.0, "kv_redis": "http://localhost"}, "kv_redis must begin with redis://"),
         ({"kv_chunk_tokens": 48}, "kv_chunk_tokens is 48"),
+        ({"kv_chunk_tokens": 128}, "kv_chunk_tokens says how tiers keep K/V, and there are none: give kv_host_gib"),
+        ({"kv_full_windows": True}, "kv_full_windows says how tiers keep K/V, and there are none: give kv_host_gib"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, object], message: str) -> None:
