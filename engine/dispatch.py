@@ -31,7 +31,7 @@ from engine.errors import (
     QueueFull,
 )
 from engine.grammar import check_grammar
-from engine.lives import MAX_RUNS, EngineLives, OpenRequest, added, sums
+from engine.lives import MAX_RUNS, EngineLives, OpenRequest, added
 from engine.questions import Answer, Question, Questions
 from engine.streams import RequestStream
 from engine.types import (
@@ -375,7 +375,7 @@ class EngineClient(ABC):
         had_begun = self.phase.name != "starting"
         self._enter(EnginePhase("dead", reason=reason))
         self._questions.fail("the engine has stopped")
-        self._earlier_stats, self._stats = added(self._earlier_stats, sums(self._stats)), EngineStats()
+        self._earlier_stats, self._stats = self.stats, EngineStats()
         if not self._is_supervised or self._is_closed:
             self._fail_streams("the engine has stopped", "engine_unavailable")
             return

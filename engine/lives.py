@@ -47,13 +47,8 @@ class OpenRequest:
         return replace(self.request, deadline_s=max(0.0, self.request.deadline_s - (now_s - self.since_s)))
 
 
-def sums(stats: EngineStats) -> EngineStats:
-    """Without what is true of one moment only."""
-    return replace(stats, running=0, waiting=0, cells_used=0, cells_cached=0, cells_total=0)
-
-
 def added(earlier: EngineStats, stats: EngineStats) -> EngineStats:
-    """`stats` with the sums of `earlier` in its own."""
+    """`stats` with the sums of `earlier` in its own; what is true of one moment only is as `stats` has it."""
     if not earlier.steps:
         return stats
     calls = dict(earlier.method_calls)
