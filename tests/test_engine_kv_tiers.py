@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cache.geometry import CacheFull
-from cache.offload.transfers import CopyStream, HostMark, InlineStream, Mark
+from cache.offload.transfers import CopyStream, InlineStream, Mark
 from engine.kv_tiers import LONGEST_FETCH_S
 from engine.thread import run_engine
 from engine.types import GenerateRequest, SamplingParams
@@ -19,7 +19,7 @@ from engine.wire import FromEngine, Step, Stop, Submit, ToEngine
 from support.redis_server import Server
 from support.scripted import scripted_info
 from support.tier_chunks import FakeTier
-from support.tiered import GREEDY, WAIT_S, LaggingStream, Tiered, tokens
+from support.tiered import GREEDY, WAIT_S, LaggingMark, LaggingStream, Tiered, tokens
 from support.toy_decoder import CONTEXT, ToyDecoder
 from support.toy_executor import toy_executor
 
@@ -100,14 +100,8 @@ def test_a_prompt_is_kept_while_its_answer_is_still_drawn(tiered: Tiered, model:
     assert tiered.tokens("long") == model.continuation(prompt, 20)
 
 
-class SlowMark(HostMark):
-    def __init__(self) -> None:
-        super().__init__()
-        self._asked = 0
-
-    def is_passed(self) -> bool:
-        self._asked += 1
-        return self._asked > 200
+class SlowMark(LaggingMark):
+    LAG = 200
 
 
 class SlowStream(LaggingStream):

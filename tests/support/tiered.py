@@ -36,13 +36,15 @@ WAIT_S = 10
 
 
 class LaggingMark(HostMark):
+    LAG = 3
+
     def __init__(self) -> None:
         super().__init__()
         self._asked = 0
 
     def is_passed(self) -> bool:
         self._asked += 1
-        return self._asked > 3
+        return self._asked > self.LAG
 
 
 class LaggingStream:
