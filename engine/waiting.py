@@ -15,7 +15,6 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import chain
 
 from engine.sessions import Session
 
@@ -25,39 +24,46 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._classes: dict[int, _Class] = {}
+        self._num_sessions = 0
+        self._stems: set[Session] = set()
+        """Those that stood for several choices when they came."""
 
     def __iter__(self) -> Iterator[Session]:
         for priority in sorted(self._classes):
             yield from self._classes[priority].in_order()
 
     def __len__(self) -> int:
-        return sum(one.num_sessions for one in self._classes.values())
+        return self._num_sessions
 
     @property
     def num_choices(self) -> int:
-        """Draws of all that wait. Not kept: a preempted stem's first draws may come while it waits."""
-        return sum(session.draws for one in self._classes.values() for session in one.sessions())
+        """Draws of all that wait. A preempted stem's first draws may come while it waits, so stems are asked."""
+        return self._num_sessions + sum(session.draws - 1 for session in self._stems)
 
     def add(self, session: Session) -> None:
         self._classes.setdefault(session.request.priority, _Class()).add(session)
+        self._num_sessions += 1
+        if session.draws > 1:
+            self._stems.add(session)
 
     def discard(self, session: Session) -> None:
         """It leaves without a turn. Ignored when it does not wait."""
         one = self._classes.get(session.request.priority)
-        if one is not None:
-            one.discard(session)
-            self._drop_if_empty(session.request.priority)
+        if one is not None and one.discard(session):
+            self._left(session)
 
     def take(self, session: Session) -> None:
         """It is admitted: its client has had its turns."""
         one = self._classes[session.request.priority]
         one.charge(session)
-        one.discard(session)
-        self._drop_if_empty(session.request.priority)
+        if one.discard(session):
+            self._left(session)
 
-    def _drop_if_empty(self, priority: int) -> None:
-        if not self._classes[priority].num_sessions:
-            del self._classes[priority]
+    def _left(self, session: Session) -> None:
+        self._num_sessions -= 1
+        self._stems.discard(session)
+        if self._classes[session.request.priority].is_empty:
+            del self._classes[session.request.priority]
 
 
 @dataclass(slots=True)
@@ -72,12 +78,8 @@ class _Class:
     """Of every client that waits, and of those that had more than the first in line when they left."""
 
     @property
-    def num_sessions(self) -> int:
-        return len(self.again) + sum(map(len, self.by_client.values()))
-
-    def sessions(self) -> Iterator[Session]:
-        """In no order."""
-        return chain(self.again, *self.by_client.values())
+    def is_empty(self) -> bool:
+        return not (self.again or self.by_client)
 
     def in_order(self) -> Iterator[Session]:
         yield from list(self.again)
@@ -104,19 +106,21 @@ class _Class:
         if session not in self.again:
             self.turns[session.request.client] += session.draws
 
-    def discard(self, session: Session) -> None:
+    def discard(self, session: Session) -> bool:
+        """Whether it was here."""
         if session in self.again:
             self.again.remove(session)
-            return
+            return True
         name = session.request.client
         waiting = self.by_client.get(name, [])
         if session not in waiting:
-            return
+            return False
         waiting.remove(session)
         if not waiting:
             del self.by_client[name]
             fewest = self._fewest()
             self.turns = {n: turns for n, turns in self.turns.items() if n in self.by_client or turns > fewest}
+        return True
 
     def _fewest(self) -> int:
         """Of the clients that wait; 0 where none does."""
