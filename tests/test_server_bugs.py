@@ -102,7 +102,9 @@ def test_b34_books_and_gauges_are_right_when_everybody_has_gone_and_nobody_comes
     for thread in threads:
         thread.join()
     executor.release()
-    until(lambda: server.metric("vllm:request_success_total", finished_reason="abort") == 100)
+    # One whose last token came before its leaving was seen has ended by itself.
+    ends = ("abort", "length")
+    until(lambda: sum(server.metric("vllm:request_success_total", finished_reason=end) for end in ends) == 100)
     until(lambda: server.metric("vllm:num_requests_running") == 0)
     assert server.metric("vllm:num_requests_waiting") == 0
     assert server.metric("vllm:kv_cache_usage_perc") == 0
