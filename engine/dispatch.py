@@ -32,7 +32,7 @@ from engine.errors import (
 )
 from engine.grammar import check_grammar
 from engine.lives import MAX_RUNS, EngineLives, OpenRequest, added
-from engine.questions import Answer, Question, Questions
+from engine.questions import Questions
 from engine.streams import RequestStream
 from engine.types import (
     EngineInfo,
@@ -69,6 +69,11 @@ STOP_GRACE_S = 5.0
 GRAMMAR_CHECK_S = 5.0
 """A grammar that is not found good by then is refused."""
 _MAX_KNOWN_GRAMMARS = 256
+ANSWER_S = 10.0
+"""An engine answers between two steps. One that has not by then is taken to be stuck."""
+
+Question = AskKv | ResetPrefixes | Look | Inject
+Answer = KvReport | PrefixReset | View | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class EngineClient(ABC):
         self._changing = asyncio.Lock()
         """Held by whoever launches or ends an engine."""
         self._is_closed = False
-        self._questions = Questions()
+        self._questions: Questions[Answer] = Questions()
         self._checkers = ThreadPoolExecutor(2, thread_name_prefix="grammar-check")
         self._good_grammars: OrderedDict[Grammar, None] = OrderedDict()
 
@@ -295,7 +300,10 @@ class EngineClient(ABC):
     async def _ask(self, question: Callable[[int], Question]) -> Answer:
         if self.phase.name not in ("ready", "draining"):
             raise EngineUnavailable("the engine is not running")
-        return await self._questions.ask(question, self._send)
+        try:
+            return await self._questions.ask(lambda ask_id: self._send(question(ask_id)), ANSWER_S)
+        except TimeoutError as error:
+            raise EngineUnavailable(f"the engine has not answered within {ANSWER_S:g} s") from error
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Take nothing new, let what runs finish for up to `drain_s`, fail the rest, and end the engine.

@@ -1,45 +1,40 @@
-"""What a client asks its engine beside requests, and the answers on their way. Owned by the client's asyncio thread."""
+"""Questions on their way to whoever answers them, by the ids that the answers carry. Owned by one asyncio thread."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from engine.errors import EngineUnavailable
-from engine.types import KvReport, PrefixReset
-from engine.view import View
-from engine.wire import AskKv, Inject, Look, ResetPrefixes
 
-ANSWER_S = 10.0
-"""An engine answers between two steps. One that has not by then is taken to be stuck."""
-
-Question = AskKv | ResetPrefixes | Look | Inject
-Answer = KvReport | PrefixReset | View | str
+_Told = TypeVar("_Told")
 
 
-class Questions:
-    """Each is answered once, fails with the engine, or is given up after `ANSWER_S`."""
+class Questions(Generic[_Told]):
+    """Each is answered once, fails with the engine, or is given up by whoever asked."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self._open: dict[int, asyncio.Future[Answer]] = {}
+        self._open: dict[int, asyncio.Future[_Told]] = {}
 
-    async def ask(self, question: Callable[[int], Question], send: Callable[[Question], None]) -> Answer:
-        """question: made of the id that its answer will carry. Raises EngineUnavailable."""
+    async def ask(self, send: Callable[[int], None], patience_s: float) -> _Told:
+        """send: puts the question, made of the id that its answer will carry.
+
+        Raises TimeoutError when none comes in time, EngineUnavailable when `fail` does.
+        """
         ask_id = next(self._ids)
         answer = self._open[ask_id] = asyncio.get_running_loop().create_future()
         try:
-            send(question(ask_id))
-            async with asyncio.timeout(ANSWER_S):
-                told: Answer = await answer
-        except TimeoutError as error:
-            raise EngineUnavailable(f"the engine has not answered within {ANSWER_S:g} s") from error
+            send(ask_id)
+            async with asyncio.timeout(patience_s):
+                told: _Told = await answer
         finally:
             del self._open[ask_id]
         return told
 
-    def answered(self, ask_id: int, answer: Answer) -> None:
+    def answered(self, ask_id: int, answer: _Told) -> None:
         """An answer that nobody waits for any more is dropped."""
         waiting = self._open.get(ask_id)
         if waiting is not None and not waiting.done():

@@ -29,6 +29,7 @@ import zmq.asyncio
 from engine.config import EngineConfig
 from engine.dispatch import EngineClient
 from engine.errors import EngineUnavailable
+from engine.questions import Questions
 from engine.spawned import ProcessClient
 from engine.types import EngineStats, Update
 from engine.wire import (
@@ -121,8 +122,7 @@ class Relay(ProcessClient):
         self._peers: dict[str, _Peer] = {}
         self._owners: dict[str, _Peer] = {}
         """By request id."""
-        self._asked: dict[int, asyncio.Future[str]] = {}
-        self._num_asked = 0
+        self._of_peers: Questions[str] = Questions()
         self._ours = ExitStack()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -165,16 +165,8 @@ class Relay(ProcessClient):
 
     async def ask(self, name: str, question: str) -> str:
         """One API process's answer. Raises TimeoutError when it gives none."""
-        self._num_asked += 1
-        ask_id = self._num_asked
-        answer = self._asked[ask_id] = asyncio.get_running_loop().create_future()
-        try:
-            self._say(self._peers[name], Ask(ask_id, question))
-            async with asyncio.timeout(ANSWER_S):
-                told: str = await answer
-                return told
-        finally:
-            del self._asked[ask_id]
+        peer = self._peers[name]
+        return await self._of_peers.ask(lambda ask_id: self._say(peer, Ask(ask_id, question)), ANSWER_S)
 
     # --- from the engine ----------------------------------------------------------------------------------------------
 
@@ -242,9 +234,7 @@ class Relay(ProcessClient):
             case Opened():
                 self.on_opened(peer.name)
             case Told(ask_id, answers):
-                waiting = self._asked.get(ask_id)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answers[0])
+                self._of_peers.answered(ask_id, answers[0])
             case Ask():
                 self._later(self._ask_siblings(peer, message))
             case Submit(request) if peer.is_synced:
@@ -307,8 +297,7 @@ class RelayedClient(EngineClient):
         self._sender: zmq.Socket[bytes] | None = None
         self._hearing: asyncio.Task[None] | None = None
         self._told_stats = EngineStats()
-        self._asked: dict[int, asyncio.Future[tuple[str, ...]]] = {}
-        self._num_asked = 0
+        self._of_siblings: Questions[tuple[str, ...]] = Questions()
 
     @property
     def stats(self) -> EngineStats:
@@ -321,18 +310,10 @@ class RelayedClient(EngineClient):
 
     async def ask_siblings(self, question: str) -> tuple[str, ...]:
         """What the other API processes answer; those that do not in time are left out."""
-        self._num_asked += 1
-        ask_id = self._num_asked
-        answer = self._asked[ask_id] = asyncio.get_running_loop().create_future()
         try:
-            self._say(Ask(ask_id, question))
-            async with asyncio.timeout(2 * ANSWER_S):
-                told: tuple[str, ...] = await answer
-                return told
+            return await self._of_siblings.ask(lambda ask_id: self._say(Ask(ask_id, question)), 2 * ANSWER_S)
         except TimeoutError:
             return ()
-        finally:
-            del self._asked[ask_id]
 
     async def _launch(self) -> None:
         self._begin("waiting for the engine")
@@ -376,9 +357,7 @@ class RelayedClient(EngineClient):
                 case Ask(ask_id, question):
                     self._say(Told(ask_id, (self.answer(question),)))
                 case Told(ask_id, answers):
-                    waiting = self._asked.get(ask_id)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(answers)
+                    self._of_siblings.answered(ask_id, answers)
                 case Lives(ready, hung):
                     self.lives.ready, self.lives.hung = ready, hung
                 case _:
