@@ -330,12 +330,15 @@ class RadixTree:
 
     def _lock(self, node: Node) -> Node:
         for each in _path(node):
-            if each.locks == 0:
-                self._num_idle -= each.cells.size
-            elif each.locks == 1:
-                self._num_shared += each.cells.size
-            each.locks += 1
+            self._lock_one(each)
         return node
+
+    def _lock_one(self, node: Node) -> None:
+        if node.locks == 0:
+            self._num_idle -= node.cells.size
+        elif node.locks == 1:
+            self._num_shared += node.cells.size
+        node.locks += 1
 
     def _unlock(self, node: Node) -> None:
         now = next(self._clock)
@@ -354,11 +357,7 @@ class RadixTree:
         for each in _path(node):
             if each is old:
                 break
-            if each.locks == 0:
-                self._num_idle -= each.cells.size
-            elif each.locks == 1:
-                self._num_shared += each.cells.size
-            each.locks += 1
+            self._lock_one(each)
         lease.node = node
 
     def _offer(self, leaf: Node) -> None:
