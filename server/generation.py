@@ -368,10 +368,9 @@ class Generation:
 
     def timing(self) -> str:
         """The times so far as a Server-Timing header: until the first token of any choice, from there on, in all."""
-        firsts = [books.first_s for books in self._books if books.first_s is not None]
-        arrived_s, now = self._books[0].arrived_s, time.monotonic()
-        first_s = min(firsts, default=now)
-        parts = {"first": first_s - arrived_s, "decode": now - first_s, "total": now - arrived_s}
+        times, now = self.times(), time.monotonic()
+        first_s = now if times.first_s is None else times.first_s
+        parts = {"first": first_s - times.arrived_s, "decode": now - first_s, "total": now - times.arrived_s}
         return ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in parts.items())
 
     async def aclose(self) -> None:

@@ -272,6 +272,15 @@ class Metrics:
 Sums = dict[str, float]
 """Value by family, sample and labels, as `_key` writes them."""
 
+
+def added(all_sums: Iterable[Sums]) -> Sums:
+    total: Sums = {}
+    for sums in all_sums:
+        for key, value in sums.items():
+            total[key] = total.get(key, 0.0) + value
+    return total
+
+
 _OF_ONE = frozenset({"process_start_time_seconds", "process_max_fds"})
 
 
@@ -286,10 +295,7 @@ class _Together(CollectorRegistry):
         super().__init__()
         self._one = registry
         self._of_one = of_one
-        self._sums: Sums = {}
-        for sums in others:
-            for key, value in sums.items():
-                self._sums[key] = self._sums.get(key, 0.0) + value
+        self._sums = added(others)
 
     def collect(self) -> Iterator[Metric]:
         missing: dict[str, list[Sample]] = {}

@@ -6,7 +6,7 @@ Questions and answers are JSON in text; the main process passes them on and reme
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from server.metrics import Metrics, Sums
@@ -67,11 +67,3 @@ def of_the_dead(sums: Sums) -> Sums:
 
 
 _COUNTED = ("_total", "_bucket", "_count", "_sum")
-
-
-def added(all_sums: Iterable[Sums]) -> Sums:
-    total: Sums = {}
-    for sums in all_sums:
-        for key, value in sums.items():
-            total[key] = total.get(key, 0.0) + value
-    return total

@@ -31,9 +31,9 @@ from engine.errors import CellserveError, ConfigError
 from engine.types import EngineInfo
 from server import run, shares
 from server.lifecycle import Lifecycle
-from server.metrics import Sums
+from server.metrics import Sums, added
 from server.settings import Settings
-from server.siblings import ABOUT_SUMS, added, of_the_dead, sums_of_asker
+from server.siblings import ABOUT_SUMS, of_the_dead, sums_of_asker
 
 DRAIN = b"d"
 SLOTS_FILE = "slots"
