@@ -162,19 +162,7 @@ class Parts:
             self.aside = torch.empty(size, dtype=torch.float32, device=self.logits.device)
             self.aside_id = torch.empty(size, dtype=torch.int32, device=self.logits.device)
         _sift[(self.splits, self.rows)](
-            self.logits,
-            *_params(inputs, self.peak),
-            inputs.min_p,
-            inputs.seeds,
-            inputs.positions,
-            self.peak,
-            self.floor,
-            self.part_best,
-            self.part_id,
-            self.part_mass,
-            self.num_aside,
-            self.aside,
-            self.aside_id,
+            *self._of_draw(inputs),
             self.vocab_size,
             self.logits.stride(0),
             self.aside.shape[1],
@@ -183,8 +171,9 @@ class Parts:
             num_warps=self.tiling.warps,
         )
 
-    def settle(self, inputs: SampleInputs, ids: torch.Tensor, has_cuts: bool) -> None:
-        settle[(self.rows,)](
+    def _of_draw(self, inputs: SampleInputs) -> tuple[torch.Tensor, ...]:
+        """What `_sift` and `settle` begin with."""
+        return (
             self.logits,
             *_params(inputs, self.peak),
             inputs.min_p,
@@ -198,6 +187,11 @@ class Parts:
             self.num_aside,
             self.aside,
             self.aside_id,
+        )
+
+    def settle(self, inputs: SampleInputs, ids: torch.Tensor, has_cuts: bool) -> None:
+        settle[(self.rows,)](
+            *self._of_draw(inputs),
             ids,
             self.vocab_size,
             self.logits.stride(0),
