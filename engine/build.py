@@ -151,12 +151,12 @@ def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, i
     mixed = max(widths[-1], min(beside_decodes, budget), config.num_seqs + chunk)
     if config.max_num_mixed_tokens is not None:
         mixed = config.max_num_mixed_tokens
-        chunk = min(chunk, max(mixed - config.num_seqs, 1))
         if mixed <= config.num_seqs:
             raise ConfigError(
                 f"max_num_mixed_tokens is {mixed}: a step must have room for {config.num_seqs} decodes "
                 f"(max_num_seqs) and a prompt's token, so give at least {config.num_seqs + 1}"
             )
+        chunk = min(chunk, mixed - config.num_seqs)
         if mixed > max(budget, config.num_seqs + chunk):
             raise ConfigError(
                 f"max_num_mixed_tokens is {mixed}, but a step takes at most {budget} tokens (max_num_batched_tokens)"

@@ -325,11 +325,12 @@ class KvTiers:
             if group in keep.refused:
                 continue
             cells = keep.cells[index * self._chunk_tokens : (index + 1) * self._chunk_tokens]
-            memory = store.reserve(chunk) if self._holes.can_store(cells, group) else None
+            is_whole = self._holes.can_store(cells, group)
+            memory = store.reserve(chunk) if is_whole else None
             if memory is None:
                 if store.host.hold(chunk) is not None:
                     store.host.release(chunk)  # it was used now
-                elif self._holes.can_store(cells, group):  # no room, or another is at it: the rest is of no use
+                elif is_whole:  # no room, or another is at it: the rest is of no use
                     keep.refused.add(group)
                 continue
 
