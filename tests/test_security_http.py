@@ -14,7 +14,7 @@ import pytest
 
 from server.http_protocol import Protocol
 from server.settings import Settings
-from support.live_server import TIMEOUT_S, LiveServer, live_server, until
+from support.live_server import TIMEOUT_S, LiveServer, live_server, read_to_end, until
 from support.scripted import scripted_client
 
 BODY = json.dumps({"prompt": [5, 6], "max_tokens": 2}).encode()
@@ -40,17 +40,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> LiveServer
 def connection(server: LiveServer) -> Iterator[socket.socket]:
     with socket.create_connection((server.host, server.port), timeout=TIMEOUT_S) as connected:
         yield connected
-
-
-def all_of(connected: socket.socket) -> bytes:
-    """What comes until the other side closes; a reset is a way to close."""
-    received = b""
-    try:
-        while part := connected.recv(65536):
-            received += part
-    except ConnectionResetError:
-        pass
-    return received
 
 
 def head(*headers: str, line: str = "POST /v1/completions HTTP/1.1") -> bytes:
@@ -168,7 +157,7 @@ def test_headers_beyond_the_limit_are_refused(server: LiveServer, headers: tuple
     with connection(server) as connected:
         with suppress(ConnectionResetError, BrokenPipeError):  # it may close before we have said all of it
             connected.sendall(head(*headers))
-        answer = all_of(connected)
+        answer = read_to_end(connected)
     # A reset may take the answer with it; what must not come is a success.
     assert statuses(answer) in ([431], []), answer[:200]
     if answer:
@@ -179,7 +168,7 @@ def test_a_first_line_beyond_the_limit_is_a_431(server: LiveServer) -> None:
     """S6."""
     with connection(server) as connected:
         connected.sendall(b"GET /" + b"a" * 70_000)
-        answer = all_of(connected)
+        answer = read_to_end(connected)
     assert statuses(answer) == [431]
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
 
@@ -242,7 +231,7 @@ def test_headers_that_never_end_end_the_connection(impatient: LiveServer, start:
     """S6: each connection costs a descriptor, so there must not be one for as long as somebody likes."""
     with connection(impatient) as connected:
         connected.sendall(start)
-        answer = all_of(connected)
+        answer = read_to_end(connected)
     assert statuses(answer) == ([408] if start else [])
     if start:
         assert is_ours(answer)
@@ -258,7 +247,7 @@ def test_a_byte_now_and_then_does_not_put_the_end_off(impatient: LiveServer, sta
         connected.sendall(start)
         dripping = threading.Thread(target=drip, args=(connected, stop))
         dripping.start()
-        answer = all_of(connected)
+        answer = read_to_end(connected)
         stop.set()
         dripping.join()
     assert statuses(answer) in ([408], [])  # a byte that comes behind the close resets what was said
@@ -268,7 +257,7 @@ def test_a_body_that_is_shorter_than_declared_is_a_408(impatient: LiveServer) ->
     """S6: and the handler that waited for it is gone."""
     with connection(impatient) as connected:
         connected.sendall(head("Content-Length: 100") + b"{")
-        answer = all_of(connected)
+        answer = read_to_end(connected)
     assert statuses(answer) == [408]
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
     assert impatient.http.post("/v1/completions", content=BODY).status_code == 200
@@ -278,7 +267,7 @@ def test_a_body_behind_a_refusal_has_the_same_patience(impatient: LiveServer) ->
     """S6: whoever was told 413 or 415 may not go on sending for ever."""
     with connection(impatient) as connected:
         connected.sendall(head("Content-Length: 60000", "Content-Type: text/xml") + b"<")
-        answer = all_of(connected)
+        answer = read_to_end(connected)
     assert statuses(answer) == [415]
 
 
@@ -294,14 +283,14 @@ def test_a_connection_at_rest_between_two_requests_has_its_own_time(impatient: L
             connected.recv(1)
         connected.settimeout(TIMEOUT_S)
         connected.sendall(head("Connection: close", line="GET /live HTTP/1.1"))
-        assert statuses(all_of(connected)) == [200]
+        assert statuses(read_to_end(connected)) == [200]
 
 
 def test_a_request_that_takes_long_to_answer_is_not_a_slow_one(impatient: LiveServer) -> None:
     with connection(impatient) as connected:
         body = json.dumps({"prompt": [5], "max_tokens": 500}).encode()
         connected.sendall(head(f"Content-Length: {len(body)}", "Connection: close") + body)
-        assert statuses(all_of(connected)) == [200]
+        assert statuses(read_to_end(connected)) == [200]
 
 
 def test_an_answer_that_nobody_reads_ends_the_connection(impatient: LiveServer) -> None:

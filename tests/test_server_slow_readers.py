@@ -19,7 +19,7 @@ from server.run import UNSENT_BYTES
 from server.settings import Settings
 from server.streams import LARGEST_WRITE
 from support.bench_engine import FIRST_WORD, IdleExecutor, bench_info, next_token, write_tokenizer
-from support.live_server import TIMEOUT_S, LiveServer, live_server, until
+from support.live_server import TIMEOUT_S, LiveServer, live_server, read_to_end, until
 
 STREAMS = 8
 ENDLESS = 1 << 20
@@ -55,17 +55,6 @@ def ask(server: LiveServer, max_tokens: int) -> socket.socket:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
-
-
-def read_on(connection: socket.socket) -> bytes:
-    """All that comes until the connection ends, in whatever way."""
-    received = b""
-    try:
-        while part := connection.recv(65536):
-            received += part
-    except ConnectionResetError:
-        pass
-    return received
 
 
 def text_of(received: bytes) -> str:
@@ -111,7 +100,7 @@ def test_r7_a_client_that_reads_nothing_is_bounded_then_left_and_its_request_can
         assert server.metric("cellserve:slow_readers_left_total") == 1
         assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
         # What the system still held is all that comes, and then the end.
-        received = read_on(stalled)
+        received = read_to_end(stalled)
         assert b"[DONE]" not in received
         assert len(received) < 16 * UNSENT_BYTES
 
@@ -121,7 +110,7 @@ def test_r8_a_client_that_stops_and_goes_on_gets_all_of_it_without_a_gap(tokeniz
     with serving(tokenizer) as server, ask(server, count) as stopped:
         until(lambda: backlog(server) > 0)
         until(lambda: outstanding(server) == 0)
-        assert text_of(read_on(stopped)) == words(tokenizer, count)
+        assert text_of(read_to_end(stopped)) == words(tokenizer, count)
         assert server.metric("cellserve:slow_readers_left_total") == 0
 
 
@@ -133,7 +122,7 @@ def test_a_stalled_reader_delays_nobody(tokenizer: Path) -> None:
 
         def read(number: int) -> None:
             with ask(server, count) as connection:
-                answers[number] = text_of(read_on(connection))
+                answers[number] = text_of(read_to_end(connection))
 
         readers = [threading.Thread(target=read, args=(number,)) for number in range(STREAMS - 1)]
         for reader in readers:

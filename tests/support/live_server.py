@@ -93,6 +93,17 @@ class LiveServer:
             return received
 
 
+def read_to_end(connection: socket.socket) -> bytes:
+    """What comes until the other side closes; a reset is a way to close."""
+    received = b""
+    try:
+        while part := connection.recv(65536):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Ask again and again until it holds."""
     deadline_s = time.monotonic() + TIMEOUT_S
