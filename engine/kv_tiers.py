@@ -11,8 +11,7 @@ A tier that has nothing, fails or takes too long costs the session nothing but t
 
 from __future__ import annotations
 
-import functools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
@@ -21,15 +20,15 @@ import numpy as np
 from cache.cell_cache import CellCache
 from cache.cells import I32
 from cache.geometry import CacheFull, CacheMemoryError
-from cache.offload.chunks import Chunk, Namespace, chunks_of
+from cache.offload.chunks import Chunk, ChunkChain, Namespace
 from cache.offload.host import HostSlab
 from cache.offload.objects import ObjectStores, Prefetch
 from cache.offload.store import Store
-from cache.offload.tiers import Guarded
-from cache.offload.transfers import Moved, Transfers
+from cache.offload.transfers import Transfers
 from cache.radix import Lease, RadixTree, Tokens
 from engine.kv_holes import Holes
-from engine.types import ObjectGroupReport, TierReport, TiersReport
+from engine.kv_reports import object_groups, tier_reports
+from engine.types import TiersReport
 
 LONGEST_FETCH_S = 2.0
 """A session waits for its prefix no longer; what has arrived by then is used."""
@@ -39,6 +38,16 @@ WORTH_OF_RECOMPUTING = 0.8
 """It waits for no more than this part of the time that computing its prefix would take."""
 PRESSURE = 8
 """Copies down are given up when less than this part of the pool is free or may be evicted: 1 / 8."""
+
+
+@dataclass(eq=False, slots=True)
+class _Path:
+    """A session's tokens as chunks."""
+
+    chain: ChunkChain
+    """Of what was asked for so far; each is hashed once."""
+    num_kept: int = 0
+    """Leading chunks that were sent down; whether they are there is for host memory to say."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,12 +81,13 @@ class _Load:
 
 @dataclass(eq=False, slots=True)
 class _Keep:
-    """A path of the tree on its way down."""
+    """What the tiers may lack of a path of the tree, on its way down."""
 
     lease: Lease
     chunks: list[Chunk]
+    """Those behind what was kept before."""
     cells: I32
-    """Held until nothing reads them any more: the tree may get others for the same tokens."""
+    """Of these chunks. Held until nothing reads them any more: the tree may get others for the same tokens."""
     next: int = 0
     """Of all objects, group by group."""
     refused: set[int] = field(default_factory=set)
@@ -111,9 +121,15 @@ class KvTiers:
         self._lookup_tokens = 0
         self._loaded_tokens = 0
         self._wait_s = 0.0
+        self._paths: dict[Hashable, _Path] = {}  # by session
         self._fetches: dict[Hashable, _Fetch] = {}  # by session
         self._loads: list[_Load] = []
         self._keeps: deque[_Keep] = deque()
+
+    @property
+    def chunk_tokens(self) -> int:
+        """What is shorter is not kept."""
+        return self._chunk_tokens
 
     @property
     def is_busy(self) -> bool:
@@ -121,9 +137,10 @@ class KvTiers:
         return bool(self._fetches or self._loads or self._keeps or self._transfers.in_flight)
 
     @property
-    def is_keeping(self) -> bool:
-        """Whether a path is on its way down."""
-        return bool(self._keeps)
+    def wants_more(self) -> bool:
+        """Whether what is to go down leaves room in the next batch. Few chunks cost the host as much as a batch."""
+        waiting = sum(self._num_objects(keep) - keep.next for keep in self._keeps)
+        return waiting < self._transfers.batch_size and self._transfers.can_store()
 
     def poll(self) -> None:
         """Go on with everything that is under way. Never waits."""
@@ -147,7 +164,7 @@ class KvTiers:
             record=self._namespace.record,
             chunk_tokens=self._chunk_tokens,
             chunk_bytes=self._transfers.chunk_bytes,
-            object_groups=_object_groups(self._transfers),
+            object_groups=object_groups(self._transfers),
             staging_bytes=self._transfers.staging_bytes,
             staging_slots=self._transfers.ring_slots,
             loads_in_flight=loaded.in_flight,
@@ -157,7 +174,7 @@ class KvTiers:
             lookup_tokens=self._lookup_tokens,
             loaded_tokens=self._loaded_tokens,
             wait_s=self._wait_s,
-            tiers=_tier_reports(self._objects, loaded, stored),
+            tiers=tier_reports(self._objects, loaded, stored),
         )
 
     # --- up -----------------------------------------------------------------------------------------------------------
@@ -167,13 +184,17 @@ class KvTiers:
 
         token_s: what computing a token takes; infinite where nobody knows.
         """
-        chunks = self._chunks(salt, tokens)
-        missing = len(chunks) * self._chunk_tokens - self.usable(salt, tokens)
+        whole = tokens.size // self._chunk_tokens
+        missing = whole * self._chunk_tokens - self.usable(salt, tokens)
         if missing <= 0:
             return
+        self._lookup_tokens += missing
+        path = self._path(session, salt)
+        if not self._objects.may_have(path.chain.reach(tokens, 1)[0]):
+            return
+        chunks = path.chain.reach(tokens, whole)
         worth_s = max(SHORTEST_FETCH_S, WORTH_OF_RECOMPUTING * missing * token_s)
         deadline_s = min(LONGEST_FETCH_S, worth_s)
-        self._lookup_tokens += missing
         now = self._clock()
         job = self._objects.prefetch(chunks, deadline_s=deadline_s)
         self._fetches[session] = _Fetch(salt, tokens, chunks, job, now, now + deadline_s)
@@ -203,6 +224,10 @@ class KvTiers:
         self._wait_s += self._clock() - fetch.since
         if not any(load.fetch is fetch for load in self._loads):
             fetch.job.close()
+
+    def ended(self, session: Hashable) -> None:
+        """The session will not come back."""
+        self._paths.pop(session, None)
 
     @property
     def may_have_holes(self) -> bool:
@@ -291,18 +316,28 @@ class KvTiers:
 
     # --- down ---------------------------------------------------------------------------------------------------------
 
-    def keep(self, salt: str | None, tokens: Tokens, lease: Lease) -> None:
-        """Copy down what the tiers lack of a path of the tree. `tokens` is the lease's path."""
-        chunks = self._chunks(salt, tokens)
-        if chunks:
-            cells = self._tree.cells(lease)
-            self._cache.hold_cells(cells)
-            self._keeps.append(_Keep(self._tree.share(lease), chunks, cells))
-            self._go_on_keeping()
+    def keep(self, session: Hashable, salt: str | None, tokens: Tokens, lease: Lease) -> None:
+        """Copy down what the tiers lack of a session's path, when `poll` comes. `tokens` is the lease's path."""
+        path, whole = self._path(session, salt), tokens.size // self._chunk_tokens
+        if path.num_kept and not self._objects.are_kept(path.chain.chunks[path.num_kept - 1]):
+            path.num_kept = 0  # it was dropped or evicted: nothing behind it would be taken in
+        if path.num_kept >= whole or self._is_short:
+            return
+        chunks = path.chain.reach(tokens, whole)[path.num_kept :]
+        cells = self._tree.cells(lease)[path.num_kept * self._chunk_tokens : whole * self._chunk_tokens]
+        path.num_kept = whole
+        self._cache.hold_cells(cells)
+        self._keeps.append(_Keep(self._tree.share(lease), chunks, cells))
+
+    @property
+    def _is_short(self) -> bool:
+        room = self._cache.free_cells + self._tree.num_evictable
+        return room * PRESSURE < self._cache.capacity_cells
 
     def _go_on_keeping(self) -> None:
-        room = self._cache.free_cells + self._tree.num_evictable
-        is_short = room * PRESSURE < self._cache.capacity_cells
+        if not self._keeps:
+            return
+        is_short = self._is_short
         for keep in list(self._keeps):
             if is_short:
                 keep.next = self._num_objects(keep)
@@ -311,6 +346,7 @@ class KvTiers:
                 self._cache.release_cells(keep.cells)
                 self._tree.release(keep.lease)
                 self._keeps.remove(keep)
+        self._transfers.flush()
 
     def _num_objects(self, keep: _Keep) -> int:
         return len(keep.chunks) * len(self._objects.stores)
@@ -328,9 +364,7 @@ class KvTiers:
             is_whole = self._holes.can_store(cells, group)
             memory = store.reserve(chunk) if is_whole else None
             if memory is None:
-                if store.host.hold(chunk) is not None:
-                    store.host.release(chunk)  # it was used now
-                elif is_whole:  # no room, or another is at it: the rest is of no use
+                if not store.host.is_kept(chunk) and is_whole:  # there is no room: the rest is of no use
                     keep.refused.add(group)
                 continue
 
@@ -342,78 +376,11 @@ class KvTiers:
 
             keep.gathering += 1
             self._transfers.store(cells, memory, gathered=gathered, done=done, object_group=group)
-        self._transfers.flush()
 
-    def _chunks(self, salt: str | None, tokens: Tokens) -> list[Chunk]:
-        name = "" if salt is None else f"salt {salt}"  # no salt is not the empty one
-        return chunks_of(replace(self._namespace, salt=name), tokens, self._chunk_tokens)
-
-
-def _object_groups(transfers: Transfers) -> tuple[ObjectGroupReport, ...]:
-    groups = transfers.groups
-    return tuple(
-        ObjectGroupReport(
-            layers=tuple(
-                sorted({layer for index in group.kernel_groups for layer in groups.kernel_groups[index].layers})
-            ),
-            window_chunks=group.window_chunks,
-            object_bytes=transfers.object_bytes(group.index),
-        )
-        for group in groups.object_groups
-    )
-
-
-def _tier_reports(objects: ObjectStores, loaded: Moved, stored: Moved) -> tuple[TierReport, ...]:
-    """The object groups' shares of each tier together. Host memory's traffic is the way between it and the pool."""
-    shares = [[_host_share(store.host), *map(_tier_share, store.tiers)] for store in objects.stores]
-    host, *below = (functools.reduce(_together, of_one_tier) for of_one_tier in zip(*shares, strict=True))
-    moved = {"loaded_bytes": loaded.size, "stored_bytes": stored.size}
-    return (replace(host, **moved, load_s=loaded.seconds, store_s=stored.seconds), *below)
-
-
-def _host_share(host: HostSlab) -> TierReport:
-    status = host.status()
-    return TierReport(
-        name=status.name,
-        capacity_bytes=status.capacity_bytes,
-        used_bytes=status.used_bytes,
-        entries=status.objects,
-        held=status.holds,
-        hits=host.hits,
-        misses=host.misses,
-        errors=host.counts["tokens"],
-        counts=tuple(sorted(host.counts.items())),
-    )
-
-
-def _tier_share(guarded: Guarded) -> TierReport:
-    status, traffic = guarded.tier.status(), guarded.traffic()
-    return TierReport(
-        name=status.name,
-        capacity_bytes=status.capacity_bytes,
-        used_bytes=status.used_bytes,
-        entries=status.objects,
-        breaker=guarded.breaker.state,
-        hits=traffic.hits,
-        misses=traffic.misses,
-        errors=traffic.errors,
-        loaded_bytes=traffic.loaded_bytes,
-        stored_bytes=traffic.stored_bytes,
-        load_s=traffic.load_s,
-        store_s=traffic.store_s,
-        counts=tuple(sorted(guarded.counts.items())),
-    )
-
-
-def _together(one: TierReport, other: TierReport) -> TierReport:
-    """Sums; the worse of two breakers."""
-    counts = Counter(dict(one.counts)) + Counter(dict(other.counts))
-    sums = {
-        name: getattr(one, name) + getattr(other, name)
-        for name in ("held", "hits", "misses", "errors", "loaded_bytes", "stored_bytes", "load_s", "store_s")
-    }
-    for name in ("capacity_bytes", "used_bytes", "entries"):
-        both = (getattr(one, name), getattr(other, name))
-        sums[name] = None if None in both else sum(both)
-    worse = max(one.breaker, other.breaker, key=("closed", "half-open", "open").index)
-    return TierReport(name=one.name, breaker=worse, counts=tuple(sorted(counts.items())), **sums)
+    def _path(self, session: Hashable, salt: str | None) -> _Path:
+        path = self._paths.get(session)
+        if path is None:
+            name = "" if salt is None else f"salt {salt}"  # no salt is not the empty one
+            path = _Path(ChunkChain(replace(self._namespace, salt=name), self._chunk_tokens))
+            self._paths[session] = path
+        return path

@@ -94,9 +94,8 @@ class PrefixCache:
     def poll(self) -> None:
         """Go on with what is on its way. Once a turn."""
         if self._tiers is not None:
+            self._keep_prompts(self._tiers)
             self._tiers.poll()
-            if not self._tiers.is_keeping:
-                self._keep_a_prompt(self._tiers)
 
     def wait(self, timeout_s: float) -> None:
         """Until something may have arrived; for a turn that can run nothing."""
@@ -147,7 +146,7 @@ class PrefixCache:
             self._tree.release(lease)
             raise
         self._leases[session] = lease
-        if self._tiers is not None:
+        if self._tiers is not None and session.prompt_len >= self._tiers.chunk_tokens:
             self._unkept.append(session)
         self._forget_waits(session)
         session.begin_at(lease.length)
@@ -181,7 +180,7 @@ class PrefixCache:
         if keep and self._is_on:
             self._publish(session, lease, is_leaving=True)
             if self._tiers is not None:
-                self._tiers.keep(session.request.cache_salt, self._tokens_of(session)[: lease.length], lease)
+                self._keep(self._tiers, session, lease)
         self._executor.close_session(session.executor_id)
         self._tree.release(lease)
         session.executor_id = None
@@ -190,6 +189,8 @@ class PrefixCache:
         """The session has ended and will not come back."""
         self._tokens.pop(session, None)
         self._forget_waits(session)
+        if self._tiers is not None:
+            self._tiers.ended(session)
 
     def _forget_waits(self, session: Session) -> None:
         self._waits.pop(session, None)
@@ -221,9 +222,11 @@ class PrefixCache:
             tiers=None if self._tiers is None else self._tiers.report(),
         )
 
-    def _keep_a_prompt(self, tiers: KvTiers) -> None:
-        """Copy down the prompt of one running session, when it is computed: not only when its answer has ended."""
+    def _keep_prompts(self, tiers: KvTiers) -> None:
+        """Send down prompts of running sessions that are computed, not only when their answers have ended."""
         for _ in range(len(self._unkept)):
+            if not tiers.wants_more:
+                return
             session = self._unkept.popleft()
             lease = self._leases.get(session)
             if lease is None:
@@ -232,8 +235,10 @@ class PrefixCache:
                 self._unkept.append(session)
                 continue
             self._publish(session, lease)
-            tiers.keep(session.request.cache_salt, self._tokens_of(session)[: lease.length], lease)
-            return
+            self._keep(tiers, session, lease)
+
+    def _keep(self, tiers: KvTiers, session: Session, lease: Lease) -> None:
+        tiers.keep(session, session.request.cache_salt, self._tokens_of(session)[: lease.length], lease)
 
     # --- tokens -----------------------------------------------------------------------------------------------------
 
@@ -322,8 +327,11 @@ class PrefixCache:
             known = len(donor.tokens) - donor.num_settled
             if known < WORTH_WAITING_TOKENS or donor.request.cache_salt != session.request.cache_salt:
                 continue
+            reached = max(donor.num_settled, best.length if best else 0)
+            if reached >= min(tokens.size, len(donor.tokens)) or donor.tokens[reached] != tokens[reached]:
+                continue  # most pairs of a busy server have nothing in common
             length = common_length(self._tokens_of(donor), tokens)
-            if length > max(donor.num_settled, best.length if best else 0):
+            if length > reached:
                 best = Wait(donor, length)
         if best is None:
             return None

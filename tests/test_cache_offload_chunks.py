@@ -72,6 +72,14 @@ def test_a_chain_that_grows_in_pieces_has_the_keys_of_the_whole(cuts: list[int])
     assert [chunk.parent for chunk in chain.chunks] == [SPACE.root, *keys(SPACE, TOKENS)[:-1]]
 
 
+@given(counts=st.lists(st.integers(0, 6), max_size=6))
+def test_a_chain_is_hashed_as_far_as_it_is_asked_for(counts: list[int]) -> None:
+    chain = ChunkChain(SPACE, 16)
+    for number, count in enumerate(counts, 1):
+        assert [chunk.key for chunk in chain.reach(TOKENS, count)] == keys(SPACE, TOKENS)[:count]
+        assert len(chain.chunks) == max(counts[:number])
+
+
 @pytest.mark.parametrize("bad", [-1, 1 << 32])
 def test_an_id_that_does_not_fit_is_refused_and_nothing_is_appended(bad: int) -> None:
     chain = ChunkChain(SPACE, 16)

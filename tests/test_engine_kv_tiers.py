@@ -6,6 +6,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,58 @@ def test_a_prompt_is_kept_while_its_answer_is_still_drawn(tiered: Tiered, model:
     assert tiered.ask("other", prompt) == 35
     tiered.run()
     assert tiered.tokens("long") == model.continuation(prompt, 20)
+
+
+def test_an_answer_that_ends_while_its_prompt_is_still_copied_is_kept_behind_it(model: ToyDecoder) -> None:
+    engine, prompt = Tiered(model, stream=SlowStream, ring=8), tokens(13, 36)
+    engine.ask("short", prompt, new=14)
+    engine.forget_pool()
+    assert engine.ask("again", [*prompt, *engine.tokens("short"), 5]) == 48
+    engine.close()
+
+
+def test_an_answer_is_kept_with_its_prompt_where_that_was_evicted_meanwhile(model: ToyDecoder) -> None:
+    engine, prompt = Tiered(model, slots=3), tokens(14, 36)
+    engine.submit("long", prompt, max_new_tokens=20, sampling=GREEDY)
+    while engine.store.host.status().objects < 2:
+        engine.step()
+    engine.ask("other", tokens(15, 48), new=1)
+    assert engine.store.host.counts["evicted"] >= 2
+    assert engine.finish("long") == "length"
+    engine.forget_pool()
+    assert engine.ask("again", [*prompt, *engine.tokens("long")]) == 48
+    engine.close()
+
+
+class CountingStream(InlineStream):
+    launches = 0
+
+    def use(self) -> AbstractContextManager[object]:
+        CountingStream.launches += 1
+        return super().use()
+
+
+def test_prompts_that_are_computed_together_go_down_in_one_launch(model: ToyDecoder) -> None:
+    engine = Tiered(model, ring=16, stream=CountingStream)
+    for number in range(8):
+        engine.submit(str(number), tokens(70 + number, 17), max_new_tokens=8, sampling=GREEDY)
+    while engine.store.host.status().objects < 8:
+        engine.step()
+        assert not any(update.finish for update in engine.updates)
+    # The first prompts of these have nothing to wait for; all others come behind them, full batch or not.
+    assert CountingStream.launches <= 3
+    engine.run()
+    engine.close()
+
+
+def test_a_prompt_that_no_tier_can_have_waits_for_none(model: ToyDecoder, tmp_path: Path) -> None:
+    engine = Tiered(model, folder=tmp_path)
+    engine.submit("fresh", tokens(16, 40), max_new_tokens=3, sampling=GREEDY)
+    below = engine.loop.kv_report().tiers
+    assert below is not None
+    assert (below.fetches, below.lookup_tokens, [tier.misses for tier in below.tiers]) == (0, 32, [1, 1])
+    engine.run()
+    engine.close()
 
 
 class SlowMark(LaggingMark):

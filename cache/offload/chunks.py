@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -63,7 +64,7 @@ class Namespace:
     @property
     def root(self) -> bytes:
         """The parent of every first chunk."""
-        return _hash(b"cellserve-root", self.record.encode())
+        return _root(self)
 
 
 def geometry_record(geometry: Geometry) -> str:
@@ -95,6 +96,13 @@ class ChunkChain:
         self.chunks: list[Chunk] = []
         self._parent = namespace.root
         self._tail: TokenIds = np.empty(0, np.uint32)
+
+    def reach(self, tokens: npt.NDArray[np.int64], count: int) -> list[Chunk]:
+        """The first `count` chunks of `tokens`, which begin with all that was appended: in whole chunks alone."""
+        done = len(self.chunks)
+        if done < count:
+            self.extend(tokens[done * self.chunk_tokens : count * self.chunk_tokens])
+        return self.chunks[:count]
 
     def extend(self, tokens: npt.ArrayLike) -> list[Chunk]:
         """Append token ids; -> the chunks this completed. A partial tail waits for its rest (K1).
@@ -138,6 +146,12 @@ def fitting_chunk_tokens(geometry: Geometry, kv_dtype: torch.dtype, wanted: int 
     while wanted < MAX_CHUNK_TOKENS and wanted * geometry.bytes_per_cell(kv_dtype) < MIN_CHUNK_BYTES:
         wanted *= 2
     return wanted
+
+
+@lru_cache(maxsize=4096)
+def _root(namespace: Namespace) -> bytes:
+    """Asked of each request anew, a salt at a time."""
+    return _hash(b"cellserve-root", namespace.record.encode())
 
 
 def _token_ids(tokens: npt.ArrayLike) -> TokenIds:

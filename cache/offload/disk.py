@@ -88,6 +88,10 @@ class DiskTier:
                     return number
             return len(chunks)
 
+    def may_have(self, chunk: Chunk) -> bool:
+        with self._lock:
+            return self._residents.get(chunk.key) is not None
+
     def load(self, chunk: Chunk, into: memoryview) -> None:
         with self._lock:
             entry = self._residents.get(chunk.key)

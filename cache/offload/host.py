@@ -83,6 +83,14 @@ class HostSlab:
         with self._lock:
             return self._find(chunk) is not None
 
+    def is_kept(self, chunk: Chunk) -> bool:
+        """Whether it is resident, and counts as used now, or being filled."""
+        with self._lock:
+            entry = self._find(chunk)
+            if entry is not None:
+                self._residents.touch(entry)
+            return entry is not None or chunk.key in self._filling
+
     def leading(self, chunks: list[Chunk]) -> int:
         """How many leading chunks are resident. Holds nothing."""
         with self._lock:
@@ -150,6 +158,11 @@ class HostSlab:
             self.hits += memory is not None
             self.misses += memory is None
         return memory
+
+    def missed(self) -> None:
+        """Count one that somebody wanted and did not try to `fetch`."""
+        with self._lock:
+            self.misses += 1
 
     def release(self, chunk: Chunk) -> None:
         """The reverse of one `hold`."""

@@ -141,6 +141,15 @@ class ObjectStores:
         assert None in windows, "nothing says how long a prefix is"
         self.stores = tuple(stores)
         self.windows = tuple(windows)
+        self._whole = [store for store, window in zip(stores, windows, strict=True) if window is None]
+
+    def may_have(self, chunk: Chunk) -> bool:
+        """Whether a prefix that begins with this chunk has a chance. Asks nobody who might make one wait."""
+        return all(store.may_have(chunk) for store in self._whole)
+
+    def are_kept(self, chunk: Chunk) -> bool:
+        """Whether host memory has, or is getting, all that a chunk behind this one asks of it."""
+        return all(store.host.is_kept(chunk) for store in self._whole)
 
     def prefetch(self, chunks: Sequence[Chunk], *, deadline_s: float) -> Prefetch:
         """Begin to bring up as many leading chunks as there are, until the deadline. Returns at once."""

@@ -67,6 +67,9 @@ class RedisTier:
             raise TierFault(f"asking Redis: {type(error).__name__}") from error
         return next((number for number, answer in enumerate(answers) if not answer), len(chunks))
 
+    def may_have(self, chunk: Chunk) -> bool:
+        return True  # whether it is, only Redis knows
+
     def load(self, chunk: Chunk, into: memoryview) -> None:
         names = self._names(chunk)
         try:

@@ -89,6 +89,15 @@ class Store:
 
     # -- Up
 
+    def may_have(self, chunk: Chunk) -> bool:
+        """Whether `bring` has a chance. For the engine thread; asks no tier that would have to ask somebody."""
+        if self.host.has(chunk):
+            return True
+        found = [guarded.may_have(chunk) for guarded in self.tiers]
+        if not any(found):
+            self.host.missed()
+        return any(found)
+
     def load_later(self, job: Job) -> None:
         """Run it on a loader thread, where `bring` may wait."""
         self._loads.put(job)

@@ -64,6 +64,9 @@ class Tier(Protocol):
     def known(self, chunks: Sequence[Chunk]) -> int:
         """How many leading chunks it seems to have. No promise. Raises TierFault."""
 
+    def may_have(self, chunk: Chunk) -> bool:
+        """False only where it certainly is not there. Asks nobody, so that the engine thread may ask it."""
+
     def load(self, chunk: Chunk, into: memoryview) -> None:
         """Read the chunk's payload into host memory and verify it.
 
@@ -159,6 +162,14 @@ class Guarded:
             with self._lock:
                 self._traffic.misses += len(chunks) - found
         return found if found is not None else 0
+
+    def may_have(self, chunk: Chunk) -> bool:
+        """As of the tier; a no is counted as missed."""
+        found = self.tier.may_have(chunk)
+        if not found:
+            with self._lock:
+                self._traffic.misses += 1
+        return found
 
     def load(self, chunk: Chunk, into: memoryview) -> bool:
         """Whether `into` holds the verified payload."""

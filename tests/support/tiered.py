@@ -72,13 +72,14 @@ class Tiered(Engine):
         url: str | None = None,
         overlaps: bool = False,
         tails: bool = False,
+        ring: int = 2,
     ) -> None:
-        """tails: layers with a window keep theirs, as a server does unless told otherwise. A FakeTier is shared by all
-        object groups."""
+        """tails: layers with a window keep theirs, as a server does unless told otherwise. ring: staging slots of each
+        direction, two batches. A FakeTier is shared by all object groups."""
         executor = toy_executor(model, capacity_cells=cells)
         cache = executor.cache_control
         groups = Groups.of(model.geometry, torch.float32, CHUNK, separate=tails, full_windows=not tails)
-        transfers = Transfers(cache.pool, groups, CPU, ring_slots=2, make_stream=stream)
+        transfers = Transfers(cache.pool, groups, CPU, ring_slots=ring, make_stream=stream)
         space = Namespace("toy", "float32", geometry_record(model.geometry), "table")
         windows = needed_windows(groups)
         stores = []
