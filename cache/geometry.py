@@ -19,10 +19,15 @@ CacheError
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The largest number that FP8 has; it has no infinity."""
 
 
 class CacheError(Exception):
@@ -112,14 +117,35 @@ class LayerGeometry:
 
 
 @dataclass(frozen=True, slots=True)
+class KvScales:
+    """What one layer's stored numbers are multiplied by when they are read: its K/V, over these, fills FP8's range."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("key", "value"):
+            scale = getattr(self, name)
+            if not (math.isfinite(scale) and scale > 0):
+                raise InvalidGeometry(f"the {name} scale is {scale}: it must be above 0 and finite")
+
+
+UNSCALED = KvScales()
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """The layers that own K/V, in order; a layer's id is its index (GEO-1)."""
 
     layers: tuple[LayerGeometry, ...]
+    scales: tuple[KvScales, ...] = ()
+    """Of each layer, for K/V in FP8; (): all are 1."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise InvalidGeometry("a geometry needs at least one layer")
+        if self.scales and len(self.scales) != len(self.layers):
+            raise InvalidGeometry(f"there are {len(self.scales)} scales for {len(self.layers)} layers")
 
     @property
     def reaches(self) -> tuple[Reach, ...]:
@@ -130,6 +156,19 @@ class Geometry:
         """K and V bytes of one token over all layers."""
         elements = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in self.layers)
         return elements * kv_dtype.itemsize
+
+    def record_in(self, kv_dtype: torch.dtype) -> str:
+        """What the bytes of K/V stored as `kv_dtype` mean, one way to write it."""
+        name = str(kv_dtype).removeprefix("torch.")
+        if all(scales == UNSCALED for scales in self.scales_in(kv_dtype)):
+            return name
+        return name + " times " + ",".join(f"{each.key!r}/{each.value!r}" for each in self.scales)
+
+    def scales_in(self, kv_dtype: torch.dtype) -> tuple[KvScales, ...]:
+        """Of each layer, stored as `kv_dtype`: 1 in every dtype but FP8, whose range alone is too short for K/V."""
+        if kv_dtype != FP8 or not self.scales:
+            return (UNSCALED,) * len(self.layers)
+        return self.scales
 
 
 MAX_CAPACITY_CELLS = 2**31 - 2

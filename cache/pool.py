@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cache.geometry import CacheConfig, CacheMemoryError, Geometry, InvalidConfig
+from cache.geometry import FP8, CacheConfig, CacheMemoryError, Geometry, InvalidConfig, KvScales
 
 STORAGE_DTYPES = (
     torch.uint8,
@@ -31,6 +31,7 @@ STORAGE_DTYPES = (
     torch.float32,
     torch.bool,
     torch.bfloat16,
+    FP8,
 )
 SEGMENT_BYTES = 64 << 20
 """Most bytes of one mapping of one range: what growth maps and trimming gives back at a time."""
@@ -41,6 +42,8 @@ class Pool(Protocol):
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    scales: tuple[KvScales, ...]
+    """Of each layer: what is stored stands for itself times these. 1 unless K/V is FP8."""
 
     @property
     def rows(self) -> int:
@@ -84,6 +87,7 @@ class CpuPool:
         check_storage(config)
         self._config = config
         self._bytes_per_cell = geometry.bytes_per_cell(config.kv_dtype)
+        self.scales = geometry.scales_in(config.kv_dtype)
         self._cells = 0
         self.growth_count = 0
         rows = config.capacity_cells + 1
@@ -208,6 +212,7 @@ class CudaPool:
 
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.scales = geometry.scales_in(config.kv_dtype)
         rows = config.capacity_cells + 1
         try:
             for layer in geometry.layers:

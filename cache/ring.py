@@ -112,6 +112,7 @@ class RingPool:
         self._ring_bytes = 0
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.scales = geometry.scales_in(config.kv_dtype)
 
         self._flat: Pool | None = None
         if flat_layers:

@@ -89,6 +89,7 @@ class FusedAttention:
             bias=self.bias,
             query_norm=self.query_norm,
             key_norm=self.key_norm,
+            scales=step.pool.scales[layer],
         )
         seen = attend_stored(query, layer, step, reach=reach, **self.options)
         return self.out(seen.flatten(1))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from cache.attend import attend, cpu_runs, reference
-from cache.geometry import InvalidProgram, Reach
+from cache.attend import attend, cpu_runs, reference, store
+from cache.geometry import FP8, InvalidProgram, KvScales, Reach
 from support.steps import build_step, plain_pool, random_cells, random_rows
 
 ALL = Reach()
@@ -143,6 +143,40 @@ def test_other_dtypes_and_a_pool_narrower_than_the_query_are_served(
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_holds_a_row_over_its_scale_to_the_nearest_number_it_has_and_cuts_what_lies_beyond(
+    dtype: torch.dtype,
+) -> None:
+    """An overflow must not become NaN, and a NaN must stay one: it ends its own request."""
+    new = torch.tensor([0.0, 1.0, -1.06, 448.0, 460.0, 1e9, -1e9, torch.inf, torch.nan]).to(dtype)
+    held = torch.tensor([0.0, 1.0, -1.0, 448.0, 448.0, 448.0, -448.0, 448.0, torch.nan])
+    for scale in (1.0, 0.25):
+        stored = torch.zeros(3, 1, 9).to(FP8)
+        store(stored, torch.tensor([2]), (new * scale)[None, None], scale)
+        torch.testing.assert_close(stored.float()[2, 0], held, rtol=0, atol=0, equal_nan=True)
+        assert not stored[:2].float().any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fp8_cells_are_read_as_what_is_stored_times_its_scales(seed: int) -> None:
+    """Over all that attention knows; a step's own rows included, which are read as they were stored."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    scales = KvScales(rng.choice([1.0, 0.03]), rng.choice([1.0, 3.7]))
+    pool = plain_pool(600, kv_heads=2, k_dim=24, v_dim=8, dtype=FP8, generator=generator, scales=scales)
+    cells = random_cells(rng, 600, sequences=4, longest=90)
+    step = build_step(pool, cells, random_rows(rng, cells, longest_chunk=60), reaches=REACHES)
+    query = torch.randn(step.width, 6, 24, generator=generator)
+    key, value = (torch.randn(step.width, 2, dim, generator=generator) for dim in (24, 8))
+    for reach in REACHES:
+        extras: dict[str, Any] = dict(EXTRAS[(seed + REACHES.index(reach)) % len(EXTRAS)])
+        if "sinks" in extras:
+            extras["sinks"] = torch.randn(6, generator=generator)
+        actual = attend(query, key, value, 0, step, reach=reach, scale=0.3, **extras)
+        full = pool.keys[0].float() * scales.key, pool.values[0].float() * scales.value
+        expected = reference.attend_cells(query, *full, step, reach=reach, scale=0.3, **extras)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("path", [reference, cpu_runs], ids=["reference", "cpu_runs"])
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
 def test_nan_in_cells_nobody_reads_never_leaks(path: Any, extras: dict[str, float]) -> None:
@@ -151,10 +185,10 @@ def test_nan_in_cells_nobody_reads_never_leaks(path: Any, extras: dict[str, floa
     cells = [list(range(10, 70)), [90, 100, 95], list(range(120, 160)), [5]]
     rows = [(1, 2), (3, 0), *((0, p) for p in range(30, 60)), (2, 39)]
     owned = torch.tensor([cell + 1 for own in cells for cell in own])
-    for store in (pool.keys[0], pool.values[0]):
-        kept = store[owned].clone()
-        store.fill_(float("nan"))
-        store[owned] = kept
+    for side in (pool.keys[0], pool.values[0]):
+        kept = side[owned].clone()
+        side.fill_(float("nan"))
+        side[owned] = kept
     step = build_step(pool, cells, rows, reaches=REACHES, width=36)
     for reach in REACHES:
         query = torch.randn(36, 4, 8)
@@ -169,8 +203,8 @@ def test_nan_in_cells_nobody_reads_never_leaks(path: Any, extras: dict[str, floa
 def test_a_sequence_full_of_nan_harms_nobody_else(extras: dict[str, float]) -> None:
     pool = plain_pool(200, kv_heads=2, k_dim=8)
     cells = [list(range(10, 70)), [90, 100, 95], list(range(120, 160))]
-    for store in (pool.keys[0], pool.values[0]):
-        store[121:161] = float("nan")
+    for side in (pool.keys[0], pool.values[0]):
+        side[121:161] = float("nan")
     rows = [(1, 2), *((2, p) for p in range(10, 40)), *((0, p) for p in range(30, 60)), (2, 39)]
     step = build_step(pool, cells, rows)
     query = torch.randn(len(rows), 4, 8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cache.geometry import CacheConfig, Geometry, LayerGeometry, Reach
+from cache.geometry import FP8, CacheConfig, Geometry, LayerGeometry, Reach
 from cache.offload.gather import Mover, chunk_rows
 from cache.offload.groups import Groups
 from cache.offload.staging import Staging
@@ -44,7 +44,7 @@ def shuffled_cells(batch: int, seed: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("use_kernels", [False, True], ids=["reference", "kernel"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, FP8])
 def test_gathered_slots_are_the_chunks_rows_in_order(dtype: torch.dtype, use_kernels: bool) -> None:
     groups = Groups.of(WINDOWED, dtype, CHUNK)
     pool, staging = filled_pool(WINDOWED, dtype), Staging(groups, CPU, max_batch_size=3)
@@ -60,11 +60,12 @@ def test_gathered_slots_are_the_chunks_rows_in_order(dtype: torch.dtype, use_ker
 
 
 @pytest.mark.parametrize("use_kernels", [False, True], ids=["reference", "kernel"])
-def test_scatter_writes_the_chunks_rows_and_nothing_else(use_kernels: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, FP8])
+def test_scatter_writes_the_chunks_rows_and_nothing_else(dtype: torch.dtype, use_kernels: bool) -> None:
     """Bytes out and in again elsewhere are the same; every other row, scratch included, is as it was (F3)."""
-    groups = Groups.of(WINDOWED, torch.float16, CHUNK)
-    pool, staging = filled_pool(WINDOWED, torch.float16), Staging(groups, CPU)
-    other = filled_pool(WINDOWED, torch.float16, seed=9)
+    groups = Groups.of(WINDOWED, dtype, CHUNK)
+    pool, staging = filled_pool(WINDOWED, dtype), Staging(groups, CPU)
+    other = filled_pool(WINDOWED, dtype, seed=9)
     before = raw(other)
     source, target = chunk_rows(shuffled_cells(2), CHUNK), chunk_rows(shuffled_cells(2, seed=2), CHUNK)
     Mover(pool, staging).gather(source)

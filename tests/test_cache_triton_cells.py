@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cache.geometry import Reach
+from cache.geometry import FP8, KvScales, Reach
 from support.steps import build_step, plain_pool
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -108,6 +108,30 @@ def test_head_groups_and_widths_that_are_no_power_of_two(heads: tuple[int, int],
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_half_precision_multiplies_halves_and_sums_floats(num_splits: int) -> None:
     check(SCATTERED, [*CHUNK[:4], *DECODES], dtype=torch.float16, tolerance=3e-3, tile_rows=4, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 3e-3)])
+def test_fp8_cells_are_read_as_what_is_stored_times_its_scales(
+    dtype: torch.dtype, tolerance: float, num_splits: int
+) -> None:
+    pool = plain_pool(200, kv_heads=1, k_dim=16, v_dim=24, dtype=FP8)
+    step = build_step(pool, SCATTERED, [*CHUNK[:4], *DECODES])
+    query, sinks = torch.randn(step.width, 2, 16).to(dtype), torch.randn(2)
+    args = {"reach": ALL, "scale": 0.3, "softcap": 3.0, "sinks": sinks}
+    out = triton_cells.attend_cells(
+        query,
+        pool.keys[0],
+        pool.values[0],
+        step,
+        scales=KvScales(0.7, 2.5),
+        num_splits=num_splits,
+        tile_rows=4,
+        **args,
+    )
+    full = pool.keys[0].float() * 0.7, pool.values[0].float() * 2.5
+    expected = reference.attend_cells(query, *full, step, **args)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_a_query_that_is_a_transposed_view_is_read_through_its_strides() -> None:

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 if torch.cuda.is_available():
     pytest.skip("the kernels run compiled here, in tests/gpu/test_gpu_fuse.py", allow_module_level=True)
 
+from cache.geometry import FP8, KvScales
 from static_graphs.kernels.norms import RmsNorm, add_norm, gate_by, rms_norm
 from static_graphs.kernels.products import Tiling, gated_product, product
 from static_graphs.kernels.rotary import rotate_and_store
@@ -89,6 +90,23 @@ def test_queries_and_keys_turn_and_all_rows_reach_their_cells(
     close(keys[rows], turned(k, angles))
     close(values[rows], v)
     assert keys[[1, 2, 4, 5, 6, 8]].isnan().all()
+
+
+def test_rows_reach_fp8_cells_over_their_scales_and_cut_to_its_range() -> None:
+    """Of numbers that FP8 has: how others are rounded the interpreter gets wrong, tests/gpu/test_gpu_fp8.py has it."""
+    every = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    key = every[~every.isnan()][torch.randint(0, 254, (3, 16))]
+    value = key.flip(0).clone()
+    value[0, :3] = torch.tensor([460.0, -1e9, torch.inf])
+    parts = torch.cat([torch.randn(3, 32), key * 0.5, value * 0.25], 1)[None]
+    keys, values = (torch.zeros(9, 1, 16).to(FP8) for _ in range(2))
+    rows = torch.tensor([7, 0, 3])
+    still = torch.ones(3, 16), torch.zeros(3, 16)
+    query = rotate_and_store(parts, *still, keys, values, rows, scales=KvScales(0.5, 0.25))
+    assert torch.equal(query.flatten(1), parts[0, :, :32])
+    assert torch.equal(keys.float()[rows, 0], key)
+    assert torch.equal(values.float()[rows, 0], value.clamp(-448, 448))
+    assert not keys.float()[[1, 2, 4, 5, 6, 8]].any()
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from cache.attend import cpu_runs
-from cache.geometry import InvalidProgram, Reach
+from cache.geometry import FP8, FP8_MAX, InvalidProgram, KvScales, Reach
 from cache.step import CellStep
 
-__all__ = ["attend", "attend_stored"]
+__all__ = ["attend", "attend_stored", "store"]
 
 
 def attend(
@@ -46,9 +46,10 @@ def attend(
         raise InvalidProgram(f"layer {layer} reads {reach}, but the step was prepared for {sorted(step.runs)}")
     if sinks is not None and sinks.shape != (query.shape[1],):
         raise InvalidProgram(f"layer {layer} has sinks {list(sinks.shape)} for {query.shape[1]} query heads")
-    keys.index_copy_(0, step.write_rows, key.to(keys.dtype))
-    values.index_copy_(0, step.write_rows, value.to(values.dtype))
-    return _read(query, keys, values, step, reach, scale, softcap, sinks)
+    scales = step.pool.scales[layer]
+    store(keys, step.write_rows, key, scales.key)
+    store(values, step.write_rows, value, scales.value)
+    return _read(query, keys, values, scales, step, reach, scale, softcap, sinks)
 
 
 def attend_stored(
@@ -63,13 +64,30 @@ def attend_stored(
 ) -> torch.Tensor:
     """`attend` where a kernel has stored the rows' K/V already. query [W, H, Dk] -> [W, H, Dv]."""
     step = step.rings.get(reach, step)
-    return _read(query, step.pool.keys[layer], step.pool.values[layer], step, reach, scale, softcap, sinks)
+    keys, values, scales = step.pool.keys[layer], step.pool.values[layer], step.pool.scales[layer]
+    return _read(query, keys, values, scales, step, reach, scale, softcap, sinks)
+
+
+def store(stored: torch.Tensor, pool_rows: torch.Tensor, new: torch.Tensor, scale: float) -> None:
+    """Write new [W, KV, D] into stored [rows, KV, D] at pool_rows [W] i64, in stored's dtype.
+
+    scale: FP8 holds new / scale, cut to its range: what lies beyond would be stored as NaN. A NaN stays one.
+    """
+    if stored.dtype != FP8:
+        stored.index_copy_(0, pool_rows, new.to(stored.dtype))
+        return
+    if scale != 1.0:
+        new = new.float() * (1.0 / scale)
+    # index_copy_ knows no FP8, and a byte is a byte.
+    as_bytes = new.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+    stored.view(torch.uint8).index_copy_(0, pool_rows, as_bytes)
 
 
 def _read(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    scales: KvScales,
     step: CellStep,
     reach: Reach,
     scale: float,
@@ -80,9 +98,11 @@ def _read(
         from cache.attend import triton_cells
 
         return triton_cells.attend_cells(
-            query, keys, values, step, reach=reach, scale=scale, softcap=softcap, sinks=sinks
+            query, keys, values, step, reach=reach, scale=scale, softcap=softcap, sinks=sinks, scales=scales
         )
-    return cpu_runs.attend_cells(query, keys, values, step, reach=reach, scale=scale, softcap=softcap, sinks=sinks)
+    return cpu_runs.attend_cells(
+        query, keys, values, step, reach=reach, scale=scale, softcap=softcap, sinks=sinks, scales=scales
+    )
 
 
 def _check_shapes(

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from cache.geometry import Reach
+from cache.geometry import UNSCALED, KvScales, Reach
 from cache.step import CellStep
 
 BLOCK_ROWS = 128
@@ -78,22 +78,27 @@ def attend_cells(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
-    """query [W, H, Dk], keys [rows, KV, Dk], values [rows, KV, Dv], sinks [H] -> [W, H, Dv] in query's dtype."""
+    """query [W, H, Dk], keys [rows, KV, Dk], values [rows, KV, Dv], sinks [H] -> [W, H, Dv] in query's dtype.
+
+    scales: what is stored stands for itself times these.
+    """
+    scale *= scales.key
     key = (__name__, reach, query.shape[1], query.dtype, keys.dtype, keys.shape)
     plan = step.plans.get(key)
     if not isinstance(plan, Plan):
         plan = step.plans[key] = plan_rows(step, reach, query.shape[1], query.dtype, keys)
     if sinks is not None:
         sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
-    if not plan.blocks and len(plan.bags) == 1:
+    if not plan.blocks and len(plan.bags) == 1 and scales.value == 1.0:
         return _attend_bag(query, keys, values, plan.bags[0], scale, softcap, sinks)
     out = query.new_empty(*query.shape[:2], values.shape[2])
     for block in plan.blocks:
         out[block.rows] = _attend_block(query[block.rows], keys, values, block, scale, softcap, sinks)
     for bag in plan.bags:
         out[bag.rows] = _attend_bag(query[bag.rows], keys, values, bag, scale, softcap, sinks)
-    return out
+    return out if scales.value == 1.0 else out.mul_(scales.value)
 
 
 def _attend_bag(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from cache.geometry import Reach
+from cache.geometry import UNSCALED, KvScales, Reach
 from cache.step import CellStep
 
 
@@ -35,15 +35,19 @@ def attend_cells(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
-    """query [W, H, Dk], keys [rows, KV, Dk], values [rows, KV, Dv], sinks [H] -> [W, H, Dv] in query's dtype."""
+    """query [W, H, Dk], keys [rows, KV, Dk], values [rows, KV, Dv], sinks [H] -> [W, H, Dv] in query's dtype.
+
+    scales: what is stored stands for itself times these.
+    """
     exact = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // keys.shape[1]
     mask = visible_rows(step, reach, keys.shape[0])
     out = []
     for row in range(step.width):
-        k = keys[mask[row]].to(exact).repeat_interleave(group, dim=1)  # [count, H, Dk]
-        v = values[mask[row]].to(exact).repeat_interleave(group, dim=1)  # [count, H, Dv]
+        k = (keys[mask[row]].to(exact) * scales.key).repeat_interleave(group, dim=1)  # [count, H, Dk]
+        v = (values[mask[row]].to(exact) * scales.value).repeat_interleave(group, dim=1)  # [count, H, Dv]
         scores = torch.einsum("hd,nhd->hn", query[row].to(exact), k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

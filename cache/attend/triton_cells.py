@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cache.attend.launch import LINE, fetch_ahead, overlapped
-from cache.geometry import Reach
+from cache.geometry import UNSCALED, KvScales, Reach
 from cache.step import CellStep
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -43,12 +43,14 @@ def attend_cells(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: KvScales = UNSCALED,
     num_splits: int | None = None,
     tile_rows: int | None = None,
     shape: BlockShape | None = None,
 ) -> torch.Tensor:
     """query [W, H, Dk], keys [rows, KV, Dk], values [rows, KV, Dv], sinks [H] -> [W, H, Dv] in query's dtype.
 
+    scales: what is stored stands for itself times these.
     num_splits, tile_rows: powers of two; chosen, like the shape, from the tensors' shapes alone when None. Launches
     only, no synchronisation.
     """
@@ -89,7 +91,8 @@ def attend_cells(
             outs,
             _counters(step, width * num_kv_heads, query.device) if num_splits > 1 else step.table_row,
             width,
-            scale,
+            scale * scales.key,
+            scales.value,
             1.0 if softcap is None else softcap,
             query.stride(0),
             query.stride(1),
@@ -111,6 +114,7 @@ def attend_cells(
             SPLITS=num_splits,
             HAS_SOFTCAP=softcap is not None,
             HAS_SINKS=sinks is not None,
+            HAS_VALUE_SCALE=scales.value != 1.0,
             UPCAST=upcast,
             num_warps=launched.warps,
             num_stages=launched.stages,
@@ -198,6 +202,7 @@ def _attend_splits(
     counters,  # [W, KV] i32: parts that are done; zero before and after
     width,
     scale,
+    value_scale,
     softcap,
     query_row_stride,
     query_head_stride,
@@ -219,6 +224,7 @@ def _attend_splits(
     SPLITS: tl.constexpr,  # noqa: N803
     HAS_SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SINKS: tl.constexpr,  # noqa: N803
+    HAS_VALUE_SCALE: tl.constexpr,  # noqa: N803
     UPCAST: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
@@ -318,6 +324,8 @@ def _attend_splits(
 
     if PDL:
         gdc_launch_dependents()
+    if HAS_VALUE_SCALE:
+        weighted *= value_scale
     num_heads = num_kv_heads * GROUP
     place = row.to(tl.int64) * num_heads + head
     if SPLITS == 1:

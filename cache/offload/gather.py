@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cache.geometry import FP8
 from cache.offload.groups import InvalidGroups, KernelGroup, Side, pointer_table
 from cache.offload.staging import Staging
 from cache.pool import Pool
@@ -80,6 +81,8 @@ class Mover:
         for side, planes in zip(group.sides, view, strict=True):
             for layer, plane in zip(group.layers, planes, strict=True):
                 pooled = self._side(side)[layer].flatten(1)  # [rows, hidden]
+                if group.dtype == FP8:  # index_copy_ does not know it, and a byte is a byte
+                    pooled, plane = pooled.view(torch.uint8), plane.view(torch.uint8)
                 if is_gather:
                     torch.index_select(pooled, 0, rows, out=plane)
                 else:

@@ -14,10 +14,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cache.attend.launch import next_power, overlapped
+from cache.geometry import FP8, FP8_MAX, UNSCALED, KvScales
 from static_graphs.kernels.norms import RmsNorm
 
 MAX_HEADS = 8
 """Heads one program handles, at most."""
+_FP8_MAX = tl.constexpr(FP8_MAX)
 
 
 def rotate_and_store(
@@ -31,11 +33,13 @@ def rotate_and_store(
     bias: torch.Tensor | None = None,
     query_norm: RmsNorm | None = None,
     key_norm: RmsNorm | None = None,
+    scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
     """parts [P, W, (H + 2 * KV) * D], cos and sin [W, rotated], keys and values [rows, KV, D] -> query [W, H, D].
 
     The first `rotated` lanes of each head turn in halves (lane i with lane i + rotated / 2), the others stay.
-    Row w's K/V go to row write_rows[w] of the pool, in its dtype. Both norms are there or neither.
+    Row w's K/V go to row write_rows[w] of the pool, in its dtype; FP8 holds them over their scales, cut to its range.
+    Both norms are there or neither.
     """
     num_parts, width, columns = parts.shape
     num_kv_heads, head_dim = keys.shape[1:]
@@ -66,6 +70,8 @@ def rotate_and_store(
         values.stride(1),
         query_norm.eps if query_norm is not None else 0.0,
         query_norm.offset if query_norm is not None else 0.0,
+        1.0 / scales.key,
+        1.0 / scales.value,
         PARTS=num_parts,
         HEADS=heads_each,
         D=head_dim,
@@ -73,6 +79,7 @@ def rotate_and_store(
         ROTATED=cos.shape[-1],
         HAS_BIAS=bias is not None,
         HAS_NORM=query_norm is not None,
+        IS_FP8=keys.dtype == FP8,
         num_warps=max(1, min(4, heads_each * next_power(head_dim) // 256)),
         **overlapped(parts.device),
     )
@@ -103,6 +110,8 @@ def _rotate_and_store(
     value_head_stride,
     eps,
     offset,
+    over_key_scale,
+    over_value_scale,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -110,6 +119,7 @@ def _rotate_and_store(
     ROTATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """HEADS neighbouring heads of one row, all of them queries, keys or values."""
@@ -139,6 +149,8 @@ def _rotate_and_store(
         own += tl.load(bias + own_at, mask=tile, other=0.0).to(tl.float32)
         other += tl.load(bias + partner_at, mask=tile, other=0.0).to(tl.float32)
     if is_value:
+        if IS_FP8:
+            own = _cut(own * over_value_scale)
         place = tl.load(write_rows + row) * value_row_stride + (head - num_heads - num_kv_heads) * value_head_stride
         tl.store(values + place[:, None] + lane[None, :], own.to(values.dtype.element_ty), mask=tile)
     else:
@@ -155,5 +167,13 @@ def _rotate_and_store(
             place = (row * num_heads + head) * D
             tl.store(query + place[:, None] + lane[None, :], turned.to(query.dtype.element_ty), mask=tile)
         else:
+            if IS_FP8:
+                turned = _cut(turned * over_key_scale)
             place = tl.load(write_rows + row) * key_row_stride + (head - num_heads) * key_head_stride
             tl.store(keys + place[:, None] + lane[None, :], turned.to(keys.dtype.element_ty), mask=tile)
+
+
+@triton.jit
+def _cut(x):
+    """To what FP8 holds: the nearest end of its range for what lies beyond, and NaN for NaN."""
+    return tl.clamp(x, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)

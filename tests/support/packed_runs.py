@@ -17,10 +17,19 @@ from static_graphs.model import LoadedModel
 class PackedRun:
     """A cache full of holes and of NaN, so that no sequence's cells lie together and no stray read stays unseen."""
 
-    def __init__(self, model: LoadedModel, seed: int, *, capacity: int = 256, max_width: int = 64) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        seed: int,
+        *,
+        capacity: int = 256,
+        max_width: int = 64,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """kv_dtype None: the model's."""
         self.model = model
         self.random = random.Random(seed)
-        config = CacheConfig(capacity, max_width, model.dtype, initial_cells=capacity, max_sequences=16)
+        config = CacheConfig(capacity, max_width, kv_dtype or model.dtype, initial_cells=capacity, max_sequences=16)
         self.cache = CellCache(model.geometry, config, model.device)
         for side in (self.cache.pool.keys, self.cache.pool.values):
             for layer in side:

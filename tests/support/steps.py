@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from cache.geometry import Reach
+from cache.geometry import UNSCALED, KvScales, Reach
 from cache.step import CellStep, Run
 
 
@@ -19,6 +19,7 @@ class PlainPool:
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    scales: tuple[KvScales, ...]
 
 
 def plain_pool(
@@ -31,6 +32,7 @@ def plain_pool(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     generator: torch.Generator | None = None,
+    scales: KvScales = UNSCALED,
 ) -> PlainPool:
     """A pool of random K/V with its scratch row."""
 
@@ -38,7 +40,7 @@ def plain_pool(
         shape = (num_cells + 1, kv_heads, dim)
         return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(layers)]
 
-    return PlainPool(fill(k_dim), fill(k_dim if v_dim is None else v_dim))
+    return PlainPool(fill(k_dim), fill(k_dim if v_dim is None else v_dim), (scales,) * layers)
 
 
 def run_of(position: int, reach: Reach) -> tuple[int, int]:

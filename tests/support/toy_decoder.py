@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from cache.attend import attend
-from cache.geometry import Geometry, LayerGeometry, Reach
+from cache.attend import attend, store
+from cache.geometry import FP8, Geometry, KvScales, LayerGeometry, Reach
 from cache.step import CellStep
 from static_graphs.binding import BoundLayer
 
@@ -23,9 +23,10 @@ REACHES = (Reach(), Reach("window", 4))
 class ToyLayer(nn.Module):
     """Attention and a small MLP over [1, W, DIM], bound as a transformers layer is."""
 
-    def __init__(self, layer: int, reach: Reach) -> None:
+    def __init__(self, layer: int, reach: Reach, fp8: KvScales | None) -> None:
         super().__init__()
         self.cell_layer = BoundLayer(layer, reach)
+        self.fp8 = fp8
         self.qkv = nn.Linear(DIM, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
         self.out = nn.Linear(HEADS * HEAD_DIM, DIM)
         self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
@@ -37,6 +38,8 @@ class ToyLayer(nn.Module):
         query, key, value = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         layer, reach = self.cell_layer.layer, self.cell_layer.reach
         if step is None:
+            if self.fp8 is not None:
+                key, value = _rounded(key, self.fp8.key), _rounded(value, self.fp8.value)
             seen = _attend_plainly(query, key, value, reach)
         else:
             seen = attend(query, key, value, layer, step, reach=reach, scale=HEAD_DIM**-0.5)
@@ -45,10 +48,10 @@ class ToyLayer(nn.Module):
 
 
 class ToyBody(nn.Module):
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, fp8: KvScales | None) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(CONTEXT, DIM)
-        self.layers = nn.ModuleList(ToyLayer(layer, REACHES[layer % 2]) for layer in range(num_layers))
+        self.layers = nn.ModuleList(ToyLayer(layer, REACHES[layer % 2], fp8) for layer in range(num_layers))
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep | None) -> torch.Tensor:
         hidden = (self.tokens(tokens) + self.positions(positions))[None]
@@ -58,14 +61,17 @@ class ToyBody(nn.Module):
 
 
 class ToyDecoder:
-    """`engine.create.ServedModel`, with the eager continuation of one sequence as its oracle."""
+    """`engine.create.ServedModel`, with the eager continuation of one sequence as its oracle.
+
+    fp8: every layer's scales for K/V in FP8, which the oracle then rounds as cells do.
+    """
 
     vocab_size = VOCAB
     max_model_len = CONTEXT
 
-    def __init__(self, device: str = "cpu", *, num_layers: int = 2, seed: int = 0) -> None:
+    def __init__(self, device: str = "cpu", *, num_layers: int = 2, seed: int = 0, fp8: KvScales | None = None) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.body = ToyBody(num_layers)
+        self.body = ToyBody(num_layers, fp8)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         with torch.no_grad():
             for weight in (*self.body.parameters(), *self.head.parameters()):
@@ -76,7 +82,8 @@ class ToyDecoder:
         self.body.to(self.device)
         self.head.to(self.device)
         self.geometry = Geometry(
-            tuple(LayerGeometry(KV_HEADS, HEAD_DIM, HEAD_DIM, layer.cell_layer.reach) for layer in self.body.layers)
+            tuple(LayerGeometry(KV_HEADS, HEAD_DIM, HEAD_DIM, layer.cell_layer.reach) for layer in self.body.layers),
+            () if fp8 is None else (fp8,) * num_layers,
         )
         self.fail_on: int | None = None
         """A token whose forward raises."""
@@ -109,6 +116,13 @@ class ToyDecoder:
         for _ in range(count):
             tokens.append(self.next_token(tokens))
         return tokens[len(prompt) :]
+
+
+def _rounded(new: torch.Tensor, scale: float) -> torch.Tensor:
+    """[T, KV, D] as it is read back from cells in FP8."""
+    stored = torch.empty(new.shape, dtype=FP8, device=new.device)
+    store(stored, torch.arange(len(new), device=new.device), new, scale)
+    return stored.float() * scale
 
 
 def _norm(hidden: torch.Tensor) -> torch.Tensor:
