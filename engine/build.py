@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from cache.geometry import MAX_CAPACITY_CELLS, Geometry
+from cache.geometry import FP8, MAX_CAPACITY_CELLS, Geometry
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.create import Progress, create_executor
 from engine.errors import ConfigError, ModelError
@@ -26,7 +26,8 @@ from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
 from engine.tier_setup import position_record, tiers_below, weights_digest
 from engine.types import EngineInfo, GenerationDefaults
-from static_graphs.loading import default_model, export_tokenizer, must_convert
+from static_graphs.kv_scales import with_kv_scales
+from static_graphs.loading import default_model, export_tokenizer, locate, must_convert
 from static_graphs.model import LoadedModel, ModelLoadError, load_model
 from static_graphs.pack import pack_linears
 
@@ -57,6 +58,9 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
             max_model_len=config.max_model_len,
             seed=config.seed,
         )
+        kv_dtype = _kv_dtype(config, model)
+        if kv_dtype == FP8 and config.load_format != "dummy":
+            model = with_kv_scales(model, locate(name))
         tier_names = _tier_names(config, model)  # of the weights as they were loaded
         if not config.enforce_eager:
             _quicken(model)
@@ -64,7 +68,6 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         grammars = _grammars(tokenizer_dir, model)
     except ModelLoadError as error:
         raise ModelError(str(error)) from error
-    kv_dtype = model.dtype
     kv_cells = _kv_cells(config, model.geometry, kv_dtype, device)
     if config.cache == "single" and config.kv_cells is None:
         kv_cells = min(kv_cells, model.max_model_len)  # one sequence needs no more
@@ -80,6 +83,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         max_sessions=config.num_seqs,
         max_session_tokens=max_model_len,
         cache_kind="single" if config.cache == "single" else "batched",
+        kv_dtype=kv_dtype,
         reserves_cells=False,  # the loop preempts when cells run out (D10)
         max_sequences=config.num_seqs,
         captures_static_methods=not config.enforce_eager,
@@ -91,6 +95,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         architecture=model.architecture,
         device=str(device),
         dtype=str(model.dtype).removeprefix("torch."),
+        kv_dtype="fp8" if kv_dtype == FP8 else str(kv_dtype).removeprefix("torch."),
         max_model_len=max_model_len,
         vocab_size=min(num_token_ids or model.vocab_size, model.vocab_size),
         kv_cells=kv_cells,
@@ -112,6 +117,20 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
     make_tiers = tiers_below(config, executor.cache_control, *tier_names, device)
     loop = EngineLoop(executor, limits, prefix_cache=has_prefixes, make_tiers=make_tiers, grammars=grammars)
     return loop, info
+
+
+def _kv_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:
+    """What K/V is stored as."""
+    if config.kv_cache_dtype == "auto":
+        return model.dtype
+    if model.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(model.device)
+        if capability < (8, 9):
+            raise ConfigError(
+                f"kv_cache_dtype is {config.kv_cache_dtype!r}, but {torch.cuda.get_device_name(model.device)} (compute "
+                f"capability {capability[0]}.{capability[1]}) has no FP8, which begins with 8.9: use auto"
+            )
+    return FP8
 
 
 def _tier_names(config: EngineConfig, model: LoadedModel) -> tuple[str, str]:

@@ -22,6 +22,7 @@ DEFAULT_CHUNK_TOKENS = 64
 
 LoadFormat = Literal["auto", "dummy"]
 CacheKind = Literal["cells", "single"]
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
 PoolingChoice = Literal["auto", "last", "mean"]
 DefaultsChoice = Literal["auto", "none"]
 
@@ -53,6 +54,8 @@ class EngineConfig:
     """Requests beyond max_num_seqs that may queue before a 429."""
     kv_cells: int | None = None
     kv_cache_gib: float | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """auto: the model's. fp8, of which fp8_e4m3 is another name: float8_e4m3fn, with the checkpoint's scales."""
     gpu_memory_utilization: float = 0.9
     widths: tuple[int, ...] | None = None
     enforce_eager: bool = False
@@ -105,6 +108,8 @@ class EngineConfig:
             raise ConfigError(f"max_num_seqs is {self.max_num_seqs}: the single cache holds one sequence, use 1")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype is {self.dtype!r}: it must be auto, float32, bfloat16 or float16")
+        if self.kv_cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
+            raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}: it must be auto or fp8, which is fp8_e4m3")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}: it must be auto or dummy")
         if self.pooling not in ("auto", "last", "mean"):

@@ -56,7 +56,7 @@ def tiers_below(
     transfers = Transfers(cache.pool, groups, device)
     namespace = Namespace(
         weights=weights,
-        dtype=str(kv_dtype).removeprefix("torch."),
+        dtype=cache.geometry.record_in(kv_dtype),
         geometry=geometry_record(cache.geometry),
         rope=positions,
     )

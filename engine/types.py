@@ -231,6 +231,8 @@ class EngineInfo:
     """Sizes that an embedding may be cut to; (): any; None: the model was not trained for it."""
     created_s: int = 0
     """Unix time of the load, whole seconds."""
+    kv_dtype: str = "auto"
+    """What K/V is stored as: fp8, or a dtype's name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -456,7 +456,7 @@ class _EngineCollector(Collector):
         # Gateways compute the K/V size as block_size x num_gpu_blocks; a block of ours is one cell of one token.
         labels = ("block_size", "num_gpu_blocks", "cache_dtype")
         family = GaugeMetricFamily("vllm:cache_config_info", "Constants of the K/V cache.", labels=(*_LABELS, *labels))
-        family.add_metric((*self._values, "1", str(info.kv_cells), info.dtype), 1)
+        family.add_metric((*self._values, "1", str(info.kv_cells), info.kv_dtype), 1)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

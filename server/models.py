@@ -91,7 +91,8 @@ def versions() -> dict[str, str]:
 
 def fingerprint(info: EngineInfo) -> str:
     """Changes when answers may: with the model's name and shape, the precision, the device's kind or the version."""
-    parts = (version(), info.model, info.architecture, info.dtype, info.vocab_size, info.device.partition(":")[0])
+    precision = (info.dtype, info.kv_dtype)
+    parts = (version(), info.model, info.architecture, *precision, info.vocab_size, info.device.partition(":")[0])
     return "fp_" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 

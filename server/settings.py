@@ -26,6 +26,7 @@ from engine.config import (
     CacheKind,
     DefaultsChoice,
     EngineConfig,
+    KvCacheDtype,
     LoadFormat,
     PoolingChoice,
 )
@@ -133,6 +134,11 @@ class Settings(BaseSettings):
         Field(gt=0, description="the same size by memory; give one of the two"),
         Option("cache", "engine/build.py", "GiB"),
     ] = None
+    kv_cache_dtype: Annotated[
+        KvCacheDtype,
+        Field(description="of K/V; auto: as the weights; fp8 (fp8_e4m3): one byte a number, with the model's scales"),
+        Option("cache", "engine/build.py"),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float,
         Field(gt=0, le=1, description="part of the GPU's memory this server may fill"),
@@ -480,6 +486,7 @@ class Settings(BaseSettings):
             max_waiting=self.max_waiting,
             kv_cells=self.kv_cells,
             kv_cache_gib=self.kv_cache_gib,
+            kv_cache_dtype=self.kv_cache_dtype,
             gpu_memory_utilization=self.gpu_memory_utilization,
             widths=self.widths,
             enforce_eager=self.enforce_eager,

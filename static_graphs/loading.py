@@ -93,6 +93,9 @@ def load_config(source: Source) -> Any:
     with _as_load_error(source):
         config = AutoConfig.from_pretrained(source.folder, **_LOCAL)
     quantisation = getattr(config, "quantization_config", None)
+    if isinstance(quantisation, dict) and quantisation.get("kv_cache_scheme") and not quantisation.get("config_groups"):
+        del config.quantization_config  # of K/V alone (kv_scales.py); the weights are plain
+        return config
     if quantisation is not None:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
         raise UnsupportedModel(f"{source.folder} is quantised by {method}: only plain and GGUF weights are read")
