@@ -141,7 +141,8 @@ def workload(args: argparse.Namespace, vocab_size: int) -> Workload:
 def ablations(args: argparse.Namespace) -> str:
     """What is not as a server has it by default, as a figure's case says it."""
     mixed = f" --mixed {args.mixed}" if args.mixed else ""
-    return mixed + "".join(f" {flag}" for flag, is_on in _flags(args).items() if is_on)
+    stored = "" if args.kv_cache_dtype == "auto" else f" --kv-cache-dtype {args.kv_cache_dtype}"
+    return mixed + stored + "".join(f" {flag}" for flag, is_on in _flags(args).items() if is_on)
 
 
 def fixed(
@@ -327,6 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this published shape instead of a model")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", help="(default: bfloat16 with --shape, else float32)")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"), help="what K/V is stored as")
     parser.add_argument("--streams", type=int, help="requests that run at once (default: 32; 256 for nano)")
     parser.add_argument("--requests", type=_requests, default=64, help="how many, or nano for its 256 mixed ones")
     parser.add_argument("--input", type=int, default=128, help="prompt tokens of each (default: 128)")
@@ -354,6 +356,7 @@ def _config(args: argparse.Namespace, folder: Path) -> EngineConfig:
         load_format="dummy" if args.shape else "auto",
         device=args.device,
         dtype=args.dtype or ("bfloat16" if args.shape else "float32"),
+        kv_cache_dtype=args.kv_cache_dtype,
         max_num_seqs=_streams(args),
         max_num_mixed_tokens=args.mixed,
         enforce_eager=args.enforce_eager,

@@ -25,7 +25,7 @@ from transformers import AutoConfig
 
 from cache.cell_cache import CellCache
 from cache.figures import figure
-from cache.geometry import CacheConfig
+from cache.geometry import FP8, CacheConfig
 from cache.step import CellStep
 from static_graphs.capture import CapturedForwards
 from static_graphs.methods import method_table, plan_slices
@@ -42,6 +42,7 @@ DRAWS = {
 """By name: temperature, top_k, top_p, min_p of every row."""
 COPY_BYTES = 4 << 30
 STEPS = 50
+FILL_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Console(stderr=True).print("static_graphs.bench needs a CUDA device; on a CPU use python -m engine.bench")
         return 2
     device = torch.device("cuda")
+    kv_dtype = FP8 if args.kv_cache_dtype == "fp8" else torch.bfloat16
     ceilings = measure_ceilings(device)
     _print("ceiling", "copy", ceilings.copy_bytes_s / 1e9, "GB/s")
     _print("ceiling", "bf16 matmul 8192", ceilings.matmul_flops_s / 1e12, "TFLOP/s")
@@ -72,9 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             fuse(model)
         for rows in map(int, args.rows.split(",")):
             case = f"{shape} rows={rows} ctx={args.context}" + ("" if args.cells == "in turn" else f" {args.cells}")
+            case += "" if kv_dtype == torch.bfloat16 else f" --kv-cache-dtype {args.kv_cache_dtype}"
             with torch.inference_mode():
-                body_ms, step_ms = time_decode(model, rows, args.context, args.cells)
-            floor_ms = decode_floor_ms(model, rows, args.context, ceilings)
+                body_ms, step_ms = time_decode(model, rows, args.context, args.cells, kv_dtype)
+            floor_ms = decode_floor_ms(model, rows, args.context, ceilings, kv_dtype)
             _print("body graph", case, body_ms, "ms", floor_ms)
             _print("decode step", case, step_ms, "ms", floor_ms)
         for rows in map(int, args.rows.split(",")):
@@ -113,23 +116,27 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     return Ceilings(2 * COPY_BYTES / copy_s, 2 * 8192**3 / matmul_s)
 
 
-def decode_floor_ms(model: LoadedModel, rows: int, context: int, ceilings: Ceilings) -> float:
+def decode_floor_ms(
+    model: LoadedModel, rows: int, context: int, ceilings: Ceilings, kv_dtype: torch.dtype = torch.bfloat16
+) -> float:
     """The larger of bytes over bandwidth and operations over the matrix rate, attention's bytes included."""
     embedding = model.module.get_input_embeddings().weight
     head = model.module.get_output_embeddings().weight
     parameters = sum(p.numel() for p in model.module.parameters())
     read = parameters - (0 if head is embedding else embedding.numel())
-    kv_bytes = rows * context * model.geometry.bytes_per_cell(torch.bfloat16)
+    kv_bytes = rows * context * model.geometry.bytes_per_cell(kv_dtype)
     bytes_s = (2 * read + kv_bytes) / ceilings.copy_bytes_s
     return float(1e3 * max(bytes_s, 2 * read * rows / ceilings.matmul_flops_s))
 
 
-def time_decode(model: LoadedModel, rows: int, context: int, order: str = "in turn") -> tuple[float, float]:
+def time_decode(
+    model: LoadedModel, rows: int, context: int, order: str = "in turn", kv_dtype: torch.dtype = torch.bfloat16
+) -> tuple[float, float]:
     """-> milliseconds of the captured body alone, and of a whole step: prepare, body, head, argmax, commit."""
     device = model.device
     width = max(rows, 1)
     cells = rows * (context + STEPS * 2 + 8)
-    config = CacheConfig(cells, max_write=max(width + 1, 512), kv_dtype=torch.bfloat16, initial_cells=cells)
+    config = CacheConfig(cells, max_write=max(width + 1, 512), kv_dtype=kv_dtype, initial_cells=cells)
     cache = CellCache(model.geometry, config, device)
     try:
         forwards = CapturedForwards(model, method_table([width], max(width + 1, 512)), device)
@@ -179,7 +186,9 @@ def _fill(cache: CellCache, sequences: np.ndarray[Any, np.dtype[np.int32]], cont
         cache.prepare_step(len(part))
         cache.commit_step()
     for side in (*cache.pool.keys, *cache.pool.values):
-        side[: cache.pool.rows].normal_()
+        for first in range(0, cache.pool.rows, FILL_ROWS):
+            rows = side[first : min(first + FILL_ROWS, cache.pool.rows)]
+            rows.copy_(torch.randn(rows.shape, dtype=torch.bfloat16, device=rows.device))  # normal_ knows no FP8
 
 
 @contextmanager
@@ -218,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cells", default="in turn", choices=("in turn", "contiguous", "shuffled"), help="how a row's cells lie"
     )
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"), help="what K/V is stored as")
     parser.add_argument("--unfused", action="store_true", help="the model's own kernels, as under --enforce-eager")
     return parser
 
