@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
+
+from msgspec.structs import replace
 
 from engine.types import Update
 

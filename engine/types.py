@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import msgspec
+
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 Pooling = Literal["last", "mean"]
 """Which hidden states, behind the final norm, make a prompt's embedding: its last token's, or the mean of all."""
@@ -94,8 +96,10 @@ class GenerateRequest:
     """Nothing is drawn: the answer is the prompt's embedding. Goes with n = 1 and max_new_tokens = 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+# What there is one of for each token is a Struct: a dataclass takes three times as long to make and to read.
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Raw log-softmax values (float32) of one position."""
 
     token_id: int
@@ -104,8 +108,7 @@ class TokenLogprobs:
     """(token id, logprob), largest first; from the same tensor and rounding as `logprob`."""
 
 
-@dataclass(slots=True)  # frozen ones take three times as long to make, and there is one a token; nobody changes one
-class Update:
+class Update(msgspec.Struct, array_like=True, gc=False):
     """News of one choice. The last one of a choice carries `finish`, and exactly one does."""
 
     request_id: str

@@ -31,7 +31,7 @@ ARROWS = {
 
 HOMES = {
     "zmq": ["engine.process", "engine.spawned", "engine.relay"],
-    "msgspec": ["engine.wire", "engine.relay"],
+    "msgspec": ["engine.types", "engine.wire", "engine.relay", "engine.streams"],
     "triton": ["static_graphs.kernels.*", "cache.attend.launch", "cache.attend.triton_cells", "cache.offload.kernels"],
     "cuda": ["cache.pool*"],
     "transformers": ["static_graphs.*", "engine.bench"],

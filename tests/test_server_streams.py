@@ -2,13 +2,13 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI, Response
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.types import GenerateRequest, SamplingParams, TokenLogprobs, Update
 from server import answers, errors

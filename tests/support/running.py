@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from functools import wraps
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.client import RequestStream
 from engine.types import GenerateRequest, Update
