@@ -58,6 +58,7 @@ def _tier_share(guarded: Guarded) -> TierReport:
         used_bytes=status.used_bytes,
         entries=status.objects,
         breaker=guarded.breaker.state,
+        chunk_s=guarded.pace.load_s,
         hits=traffic.hits,
         misses=traffic.misses,
         errors=traffic.errors,
@@ -70,13 +71,13 @@ def _tier_share(guarded: Guarded) -> TierReport:
 
 
 def _together(one: TierReport, other: TierReport) -> TierReport:
-    """Sums; the worse of two breakers."""
+    """Sums, of what both know where not of counts; the worse of two breakers."""
     counts = Counter(dict(one.counts)) + Counter(dict(other.counts))
     sums = {
         name: getattr(one, name) + getattr(other, name)
         for name in ("held", "hits", "misses", "errors", "loaded_bytes", "stored_bytes", "load_s", "store_s")
     }
-    for name in ("capacity_bytes", "used_bytes", "entries"):
+    for name in ("capacity_bytes", "used_bytes", "entries", "chunk_s"):
         both = (getattr(one, name), getattr(other, name))
         sums[name] = None if None in both else sum(both)
     worse = max(one.breaker, other.breaker, key=("closed", "half-open", "open").index)

@@ -11,6 +11,7 @@ A tier that has nothing, fails or takes too long costs the session nothing but t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,8 @@ LONGEST_FETCH_S = 2.0
 SHORTEST_FETCH_S = 0.1
 """Nor less, however fast it could compute the prefix itself: that long an answer may take where all is well."""
 WORTH_OF_RECOMPUTING = 0.8
-"""It waits for no more than this part of the time that computing its prefix would take."""
+"""It waits for no more than this part of the time that computing its prefix would take, and asks no tier that is known
+to need more."""
 PRESSURE = 8
 """Copies down are given up when less than this part of the pool is free or may be evicted: 1 / 8."""
 
@@ -121,6 +123,8 @@ class KvTiers:
         self._lookup_tokens = 0
         self._loaded_tokens = 0
         self._wait_s = 0.0
+        self._worth_s = math.inf
+        """What a chunk may take to come up, as of the last look."""
         self._paths: dict[Hashable, _Path] = {}  # by session
         self._fetches: dict[Hashable, _Fetch] = {}  # by session
         self._loads: list[_Load] = []
@@ -174,6 +178,7 @@ class KvTiers:
             lookup_tokens=self._lookup_tokens,
             loaded_tokens=self._loaded_tokens,
             wait_s=self._wait_s,
+            worth_chunk_s=None if math.isinf(self._worth_s) else self._worth_s,
             tiers=tier_reports(self._objects, loaded, stored),
         )
 
@@ -190,13 +195,14 @@ class KvTiers:
             return
         self._lookup_tokens += missing
         path = self._path(session, salt)
-        if not self._objects.may_have(path.chain.reach(tokens, 1)[0]):
+        self._worth_s = WORTH_OF_RECOMPUTING * self._chunk_tokens * token_s
+        if not self._objects.may_have(path.chain.reach(tokens, 1)[0], chunk_s=self._worth_s):
             return
         chunks = path.chain.reach(tokens, whole)
         worth_s = max(SHORTEST_FETCH_S, WORTH_OF_RECOMPUTING * missing * token_s)
         deadline_s = min(LONGEST_FETCH_S, worth_s)
         now = self._clock()
-        job = self._objects.prefetch(chunks, deadline_s=deadline_s)
+        job = self._objects.prefetch(chunks, deadline_s=deadline_s, chunk_s=self._worth_s)
         self._fetches[session] = _Fetch(salt, tokens, chunks, job, now, now + deadline_s)
 
     def must_wait(self, session: Hashable) -> bool:

@@ -289,6 +289,8 @@ class TierReport:
     stored_bytes: int = 0
     load_s: float = 0.0
     store_s: float = 0.0
+    chunk_s: float | None = None
+    """What a chunk lately took to come up to host memory, its objects one after another; None: not known."""
     counts: tuple[tuple[str, int], ...] = ()
     """What happened, by name: reasons of misses, drops and evictions among them."""
 
@@ -330,6 +332,8 @@ class TiersReport:
     """Of them, those that came from a tier into the pool."""
     wait_s: float
     """Time that sessions spent between being queued and the end of their fetch, hidden behind others' steps or not."""
+    worth_chunk_s: float | None
+    """A tier that takes longer for a chunk is not asked; None: nobody knows yet what computing one takes."""
     tiers: tuple[TierReport, ...]
 
 

@@ -67,8 +67,23 @@ def show(status: dict[str, Any], console: Console) -> None:
     summary.add_row("loaded", f"{below['loaded_tokens']} of {below['lookup_tokens']} tokens looked for")
     if below["break_even_bytes_per_s"] is not None:
         summary.add_row("break-even", f"{_size(below['break_even_bytes_per_s'])}/s")
+    if below["worth_chunk_s"] is not None:
+        summary.add_row("worth waiting for", f"{1e3 * below['worth_chunk_s']:.3g} ms a chunk")
     console.print(summary)
-    names = ("tier", "used", "capacity", "objects", "held", "hits", "misses", "errors", "load", "store", "breaker")
+    names = (
+        "tier",
+        "used",
+        "capacity",
+        "objects",
+        "held",
+        "hits",
+        "misses",
+        "errors",
+        "load",
+        "store",
+        "a chunk",
+        "asked",
+    )
     table = Table(*names, box=None, header_style="bold")
     for tier in below["tiers"]:
         counts = (tier[name] for name in ("entries", "held", "hits", "misses", "errors"))
@@ -79,7 +94,8 @@ def show(status: dict[str, Any], console: Console) -> None:
             _size(tier["capacity_bytes"]),
             *("-" if count is None else str(count) for count in counts),
             *("-" if rate is None else f"{_size(rate)}/s" for rate in rates),
-            tier["breaker"],
+            "-" if tier["chunk_s"] is None else f"{1e3 * tier['chunk_s']:.3g} ms",
+            tier["asked"],
         )
     console.print(table)
 

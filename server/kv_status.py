@@ -91,13 +91,18 @@ def _below(tiers: TiersReport, token_s: float | None) -> dict[str, Any]:
         "wait_s": tiers.wait_s,
         # A tier that reads slower than this makes a prefix later, not sooner: computing it is as fast.
         "break_even_bytes_per_s": None if not token_s else round(tiers.chunk_bytes / tiers.chunk_tokens / token_s),
-        "tiers": [_tier(tier) for tier in tiers.tiers],
+        "worth_chunk_s": tiers.worth_chunk_s,
+        "tiers": [_tier(tier, tiers.worth_chunk_s) for tier in tiers.tiers],
     }
 
 
-def _tier(tier: TierReport) -> dict[str, Any]:
+def _tier(tier: TierReport, worth_chunk_s: float | None) -> dict[str, Any]:
+    is_slow = tier.chunk_s is not None and worth_chunk_s is not None and tier.chunk_s > worth_chunk_s
     rates = {
         "load_bytes_per_s": round(tier.loaded_bytes / tier.load_s) if tier.load_s else None,
         "store_bytes_per_s": round(tier.stored_bytes / tier.store_s) if tier.store_s else None,
     }
-    return {**asdict(tier), "counts": dict(tier.counts), **rates}
+    asked = "no: slower than computing" if is_slow else "yes"
+    if tier.breaker != "closed":
+        asked = "no: it failed" if tier.breaker == "open" else "one call, to try it"
+    return {**asdict(tier), "counts": dict(tier.counts), "asked": asked, **rates}

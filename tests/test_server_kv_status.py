@@ -34,8 +34,12 @@ def tier() -> FakeTier:
 
 
 @pytest.fixture
-def server(tier: FakeTier) -> Iterator[LiveServer]:
-    engine = Tiered(ToyDecoder(), tier)
+def engine(tier: FakeTier) -> Tiered:
+    return Tiered(ToyDecoder(), tier)
+
+
+@pytest.fixture
+def server(engine: Tiered) -> Iterator[LiveServer]:
     with live_server(client_of(engine.loop), Settings(**QUIET)) as server:
         yield server
     engine.objects.close()
@@ -106,7 +110,7 @@ def test_the_command_prints_the_tables_and_fails_when_a_tier_is_given_up(
     settled(server)
     assert cli.main(["kv", "status", "--url", server.url]) == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("host", "fake", "prefix tree", "closed", "16 tokens"))
+    assert all(word in shown for word in ("host", "fake", "prefix tree", "yes", "16 tokens"))
     assert cli.main(["kv", "status", "--url", server.url, "--json"]) == 0
     assert '"object": "kv.status"' in capsys.readouterr().out
     tier.fault = "gone"
@@ -116,6 +120,19 @@ def test_the_command_prints_the_tables_and_fails_when_a_tier_is_given_up(
     assert cli.main(["kv", "status", "--url", server.url]) == 1
     assert cli.main(["kv", "status", "--url", "http://127.0.0.1:9"]) == 1
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_tier_slower_than_computing_says_so(server: LiveServer, engine: Tiered) -> None:
+    for _ in range(8):
+        engine.store.tiers[0].pace.measured(30.0)
+    engine.loop._prompt_tokens, engine.loop._step_time_s = 10_000, 1.0
+    ask(server)
+    below = settled(server)["below"]
+    host, fake = below["tiers"]
+    assert (host["asked"], fake["asked"], fake["chunk_s"]) == ("yes", "no: slower than computing", 30.0)
+    assert below["worth_chunk_s"] == pytest.approx(0.8 * CHUNK * 1e-4)
+    assert server.metric("cellserve:kv_tier_events_total", tier="fake", event="slower than computing") == 1
+    assert server.metric("cellserve:kv_tier_hits_total", tier="fake") == 0
 
 
 def test_without_tiers_there_is_a_pool_and_a_tree_to_see(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ with a window: all chunks of a group that sees everything, the last few of one t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cache.offload.chunks import Chunk
 from cache.offload.groups import Groups
@@ -20,8 +21,15 @@ from cache.offload.groups import Groups
 if TYPE_CHECKING:
     from cache.offload.store import Store
 
-Lane = tuple["Store", int | None]
-"""Where one object group is kept, and how many chunks before its end a prefix needs of it; None needs them all."""
+
+class Lane(NamedTuple):
+    """Where one object group is kept."""
+
+    store: Store
+    window: int | None
+    """How many chunks before its end a prefix needs of it; None needs them all."""
+    worth_s: float
+    """A tier that takes longer for an object is not asked for it."""
 
 
 def needed_windows(groups: Groups) -> tuple[int | None, ...]:
@@ -41,9 +49,9 @@ class Prefetch:
 
     def __init__(self, lanes: Sequence[Lane], chunks: Sequence[Chunk], started: float, until: float) -> None:
         self.chunks = tuple(chunks)
-        self._full = [store for store, window in lanes if window is None]
-        self._windowed = [(store, window) for store, window in lanes if window is not None]
-        self._clock = lanes[0][0].clock
+        self._full = [lane for lane in lanes if lane.window is None]
+        self._windowed = [(lane, lane.window) for lane in lanes if lane.window is not None]
+        self._clock = lanes[0].store.clock
         self._until = until
         # What windows need is known behind the rest, and needs time too.
         self._full_until = started + 0.8 * (until - started) if self._windowed else until
@@ -93,7 +101,7 @@ class Prefetch:
         for chunk in self.chunks:
             if self._is_closed or self._clock() >= self._full_until:
                 break
-            if not all(self._bring(store, chunk) for store in self._full):
+            if not all(self._bring(lane, chunk) for lane in self._full):
                 break
             count += 1
             if not self._windowed:
@@ -112,17 +120,18 @@ class Prefetch:
 
     def _lost_before(self, end: int, brought: set[tuple[int, int]]) -> int | None:
         """The last chunk that a prefix of `end` chunks needs and does not get; None when it has what it needs."""
-        for lane, (store, window) in enumerate(self._windowed):
+        for number, (lane, window) in enumerate(self._windowed):
             for index in range(end - 1, max(0, end - window) - 1, -1):
-                if (lane, index) not in brought:
-                    if not self._bring(store, self.chunks[index]):
+                if (number, index) not in brought:
+                    if not self._bring(lane, self.chunks[index]):
                         return index
-                    brought.add((lane, index))
+                    brought.add((number, index))
         return None
 
-    def _bring(self, store: Store, chunk: Chunk) -> bool:
+    def _bring(self, lane: Lane, chunk: Chunk) -> bool:
         """Whether the object is resident and held for us; let it go again when nobody wants it any more."""
-        if not store.bring(chunk, self._until):
+        store = lane.store
+        if not store.bring(chunk, self._until, lane.worth_s):
             return False
         with self._lock:
             if not self._is_closed:
@@ -141,23 +150,35 @@ class ObjectStores:
         assert None in windows, "nothing says how long a prefix is"
         self.stores = tuple(stores)
         self.windows = tuple(windows)
-        self._whole = [store for store, window in zip(stores, windows, strict=True) if window is None]
+        chunk_bytes = sum(store.host.chunk_bytes for store in stores)
+        self._parts = [store.host.chunk_bytes / chunk_bytes for store in stores]
 
-    def may_have(self, chunk: Chunk) -> bool:
-        """Whether a prefix that begins with this chunk has a chance. Asks nobody who might make one wait."""
-        return all(store.may_have(chunk) for store in self._whole)
+    def may_have(self, chunk: Chunk, *, chunk_s: float = math.inf) -> bool:
+        """Whether a prefix that begins with this chunk has a chance. Asks nobody who might make one wait.
+
+        chunk_s: what all of a chunk may take; a tier that is known to be slower does not count.
+        """
+        return all(lane.store.may_have(chunk, lane.worth_s) for lane in self._lanes(chunk_s) if lane.window is None)
 
     def are_kept(self, chunk: Chunk) -> bool:
         """Whether host memory has, or is getting, all that a chunk behind this one asks of it."""
-        return all(store.host.is_kept(chunk) for store in self._whole)
+        return all(lane.store.host.is_kept(chunk) for lane in self._lanes(math.inf) if lane.window is None)
 
-    def prefetch(self, chunks: Sequence[Chunk], *, deadline_s: float) -> Prefetch:
-        """Begin to bring up as many leading chunks as there are, until the deadline. Returns at once."""
+    def prefetch(self, chunks: Sequence[Chunk], *, deadline_s: float, chunk_s: float = math.inf) -> Prefetch:
+        """Begin to bring up as many leading chunks as there are, until the deadline. Returns at once.
+
+        chunk_s: as `may_have` has it.
+        """
         first = self.stores[0]
         now = first.clock()
-        job = Prefetch(list(zip(self.stores, self.windows, strict=True)), chunks, now, now + deadline_s)
+        job = Prefetch(self._lanes(chunk_s), chunks, now, now + deadline_s)
         first.load_later(job.run)
         return job
+
+    def _lanes(self, chunk_s: float) -> list[Lane]:
+        """Each object may take its part of the chunk's time."""
+        kept = zip(self.stores, self.windows, self._parts, strict=True)
+        return [Lane(store, window, chunk_s * part) for store, window, part in kept]
 
     @property
     def write_backs(self) -> int:

@@ -11,6 +11,7 @@ shorter and is counted; no error leaves this file and no byte that was not verif
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -89,23 +90,31 @@ class Store:
 
     # -- Up
 
-    def may_have(self, chunk: Chunk) -> bool:
-        """Whether `bring` has a chance. For the engine thread; asks no tier that would have to ask somebody."""
+    def may_have(self, chunk: Chunk, worth_s: float = math.inf) -> bool:
+        """Whether `bring` has a chance. For the engine thread; asks no tier that would have to ask somebody.
+
+        Where all that may have it are too slow, one of them is tried once in a while, and nobody waits for that.
+        """
         if self.host.has(chunk):
             return True
-        found = [guarded.may_have(chunk) for guarded in self.tiers]
-        if not any(found):
+        found = [guarded for guarded in self.tiers if guarded.may_have(chunk)]
+        if any([guarded.is_worth(worth_s) for guarded in found]):
+            return True
+        if any([guarded.pace.take_probe() for guarded in found]):
+            self.load_later(lambda: self._probe(chunk))
+        else:
             self.host.missed()
-        return any(found)
+        return False
 
     def load_later(self, job: Job) -> None:
         """Run it on a loader thread, where `bring` may wait."""
         self._loads.put(job)
 
-    def bring(self, chunk: Chunk, until: float) -> bool:
+    def bring(self, chunk: Chunk, until: float, worth_s: float = math.inf) -> bool:
         """Make the chunk resident and hold it. For loader threads: blocks for as long as a tier does.
 
-        Two that want one chunk load it once: the second waits for the first (I4), until its own deadline.
+        worth_s: a tier that is known to take longer is not asked. Two that want one chunk load it once: the second
+        waits for the first (I4), until its own deadline.
         """
         if self.host.fetch(chunk) is not None:
             return True
@@ -121,7 +130,7 @@ class Store:
             if self.host.hold(chunk) is not None:
                 return True
         try:
-            return self._fill(chunk)
+            return self._fill(chunk, worth_s)
         finally:
             with self._lock:
                 self._fills.pop(chunk.key).set()
@@ -172,22 +181,33 @@ class Store:
 
     # -- On a loader thread
 
-    def _fill(self, chunk: Chunk) -> bool:
+    def _fill(self, chunk: Chunk, worth_s: float) -> bool:
         if self.host.hold(chunk) is not None:  # it came while we looked
             return True
-        holders = [guarded for guarded in self.tiers if guarded.known([chunk])]
-        if not holders:
-            return False
-        memory = self.host.reserve(chunk)
-        if memory is None:
-            return False
-        is_filled = False
-        try:
-            is_filled = any(guarded.load(chunk, bytes_view(memory)) for guarded in holders)
-        finally:
-            if not is_filled:
-                self.host.abandon(chunk)
-        return is_filled and self.host.publish(chunk, holds=1)
+        for guarded in self.tiers:
+            started = self.clock()
+            if not guarded.is_worth(worth_s) or not guarded.known([chunk]):
+                continue
+            memory = self.host.reserve(chunk)
+            if memory is None:
+                return False
+            is_filled = False
+            try:
+                is_filled = guarded.load(chunk, bytes_view(memory))
+            finally:
+                if not is_filled:
+                    self.host.abandon(chunk)
+            if is_filled:
+                guarded.pace.measured(self.clock() - started)
+                return self.host.publish(chunk, holds=1)
+        return False
+
+    def _probe(self, chunk: Chunk) -> None:
+        """Bring it for the sake of its time."""
+        if self.bring(chunk, self.clock()):
+            self.host.release(chunk)
+        for guarded in self.tiers:
+            guarded.pace.probe_failed()
 
     # -- On the writer thread
 

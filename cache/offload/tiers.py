@@ -15,6 +15,7 @@ from typing import Literal, Protocol, TypeVar
 
 from cache.geometry import CacheError
 from cache.offload.chunks import Chunk
+from cache.offload.pace import Pace
 from cache.offload.records import BadRecord
 
 Answer = TypeVar("Answer")
@@ -144,6 +145,7 @@ class Guarded:
         """slow_s: a call that takes longer is a fault of the tier, though its answer is used."""
         self.tier = tier
         self.breaker = Breaker(clock)
+        self.pace = Pace(clock)
         self.counts: Counter[str] = Counter()
         self._traffic = Traffic()
         self._lock = threading.Lock()  # guards both
@@ -154,6 +156,13 @@ class Guarded:
         """A snapshot."""
         with self._lock:
             return replace(self._traffic)
+
+    def is_worth(self, seconds: float) -> bool:
+        """Whether to ask for an object that must not take longer; a no is counted."""
+        if self.pace.is_worth(seconds):
+            return True
+        self._count("slower than computing", errors=0)
+        return False
 
     def known(self, chunks: Sequence[Chunk]) -> int:
         """0 while the breaker is open, or on a fault. What it lacks is counted as missed."""
