@@ -133,14 +133,7 @@ class Admission:
             raise errors.request_too_large(
                 f"the request asks for {slots} sequences (prompts x n), but this server holds at most {self.capacity}"
             )
-        in_use = self.in_use + self._of_others()[0]
-        if in_use + slots > self.capacity:
-            self._on_refused("queue_full")
-            raise errors.queue_full(
-                f"the server is full: {in_use} of {self.capacity} sequences are taken, {slots} more asked for",
-                self.retry_after_s(slots),
-                status=self._overload_status,
-            )
+        self._check_places(slots)
         if self.max_queued_tokens is not None:
             tokens = min(tokens, self.max_queued_tokens)
             self._check_queue(tokens)
@@ -156,6 +149,11 @@ class Admission:
         self._enqueue(reservation, tokens)
         return reservation
 
+    def check_any(self) -> None:
+        """Raise ApiError 429 while not even the smallest request would get in: nobody need read what is asked for."""
+        self._check_places(1)
+        self._check_queue(1)
+
     def retry_after_s(self, slots: int = 1) -> float:
         """Seconds until what is queued should be run, and `slots` places free, in [1, 30], with jitter.
 
@@ -168,6 +166,16 @@ class Admission:
             rate = sum(released for _, released in self._releases) / elapsed_s
             wait_s = max(wait_s, slots / rate)
         return min(max(wait_s * self._jitter(), _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+
+    def _check_places(self, slots: int) -> None:
+        in_use = self.in_use + self._of_others()[0]
+        if in_use + slots > self.capacity:
+            self._on_refused("queue_full")
+            raise errors.queue_full(
+                f"the server is full: {in_use} of {self.capacity} sequences are taken, {slots} more asked for",
+                self.retry_after_s(slots),
+                status=self._overload_status,
+            )
 
     def _check_queue(self, tokens: int) -> None:
         limit = self.max_queued_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from engine import logs
 from engine.types import EngineInfo, GenerateRequest, SamplingParams
 from server import errors, schemas
+from server.bodies import JsonRoute
 from server.errors import ApiError
 from server.generation import Choice, Generation, News, TextOptions, Usage
 from server.guards import CLIENT_GONE
@@ -27,6 +28,22 @@ Render = Callable[[Choice, News], bytes]
 """The frame that tells of a choice's news; empty when there is nothing to tell yet."""
 Begin = Callable[[Choice], bytes]
 """What comes before a choice's first news; may be empty."""
+
+
+class PlaceRoute(JsonRoute):
+    """A route whose requests need places. While there is none they are refused before their body is read, so that a
+    refusal costs the same whatever was sent; what else is wrong with one is told when there is room again.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_with_room(request: Request) -> Response:
+            serving: Serving = request.app.state.serving
+            serving.admission.check_any()
+            return await handle(request)
+
+        return handle_with_room
 
 
 @dataclass(frozen=True)

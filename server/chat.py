@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from server import answers, logprobs, schemas, structured, tools
-from server.bodies import JsonRoute
 from server.generation import Choice, Generation, News
 from server.schemas import ChatBody
 from server.serving import Serving
@@ -18,7 +17,7 @@ from server.text import Text
 from server.tool_parsers import MARKERS
 from server.tools import Answer
 
-router = APIRouter(tags=["chat"], route_class=JsonRoute)
+router = APIRouter(tags=["chat"], route_class=answers.PlaceRoute)
 
 
 @router.post("/v1/chat/completions", operation_id="create_chat_completion")

@@ -14,7 +14,6 @@ from fastapi import APIRouter, Request, Response
 from engine.client import EngineClient
 from engine.types import EngineInfo, TokenLogprobs
 from server import answers, logprobs, schemas, structured
-from server.bodies import JsonRoute
 from server.fields import RawPrompt
 from server.generation import Choice, Generation, News
 from server.schemas import DEFAULT_MAX_TOKENS, CompletionBody
@@ -22,7 +21,7 @@ from server.serving import Serving
 from server.streams import HOLE, EventStream, FrameTemplate, quoted
 from server.text import Text
 
-router = APIRouter(tags=["completions"], route_class=JsonRoute)
+router = APIRouter(tags=["completions"], route_class=answers.PlaceRoute)
 
 
 @router.post("/v1/completions", operation_id="create_completion")

@@ -26,7 +26,6 @@ from engine.client import EngineClient, RequestStream
 from engine.types import EngineInfo, FinishReason, GenerateRequest, SamplingParams, Update
 from server import answers, errors, schemas
 from server.admission import Reservation
-from server.bodies import JsonRoute
 from server.fields import Prompts, Truncation
 from server.generation import Usage
 from server.guards import CLIENT_GONE
@@ -35,7 +34,7 @@ from server.serving import Serving
 from server.streams import ClientGone, unless_gone
 from server.text import Text
 
-router = APIRouter(tags=["embeddings"], route_class=JsonRoute)
+router = APIRouter(tags=["embeddings"], route_class=answers.PlaceRoute)
 
 MAX_INPUTS = 2048
 
