@@ -1,5 +1,5 @@
 """What may be inside this server at once: places for sequences, and prompt tokens in the queue. Reserved before a
-prompt is tokenised.
+prompt is tokenised. Who is refused is told when to come again, each a moment of its own.
 
 Owns two sums, places taken and tokens queued. A prompt's tokens are queued from its reservation, where they are an
 estimate, until the engine has run it. Event-loop thread only, so that reserving needs no lock and a refusal costs
@@ -23,8 +23,9 @@ BYTES_PER_TOKEN = 3
 
 _QUEUED_POOLS = 4
 _QUEUED_TOKENS_PER_PLACE = 512
-_SHORTEST_RETRY_S = 1.0
+_SHORTEST_RETRY_S = 0.9
 _LONGEST_RETRY_S = 30.0
+_LARGEST_JITTER = 1.1
 _EVENTS_REMEMBERED = 64
 
 
@@ -50,6 +51,7 @@ class Reservation:
     def __init__(self, admission: Admission, slots: int, tokens: int, account: Account | None) -> None:
         self._admission = admission
         self._account = account
+        self._since_s = admission._clock()
         self.slots = slots
         self.tokens = tokens
         """Of its prompts, those that are queued."""
@@ -75,7 +77,7 @@ class Reservation:
         self._admission._dequeue(self, self.tokens, is_computed=False)
         slots, self.slots = self.slots, 0
         if slots:
-            self._admission._give_back(slots)
+            self._admission._give_back(slots, self._since_s)
             if self._account is not None:
                 self._account.leave()
 
@@ -100,7 +102,7 @@ class Admission:
         on_refused: Callable[[str], None] = lambda reason: None,
         share: Share | None = None,
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = lambda: random.uniform(0.9, 1.1),
+        jitter: Callable[[], float] = lambda: random.uniform(1.0, _LARGEST_JITTER),
     ) -> None:
         """capacity: sequences running plus waiting. max_queued_tokens: prompt tokens that wait to be run; None: any.
 
@@ -117,7 +119,10 @@ class Admission:
         self._clock = clock
         self._jitter = jitter
         self._releases: deque[tuple[float, int]] = deque(maxlen=_EVENTS_REMEMBERED)
+        """(seconds that they were held, places)."""
         self._throughput = _Throughput(clock)
+        self._last_turn_s = 0.0
+        """The moment at which the last one that was refused may come again."""
 
     def reserve(self, slots: int, account: Account | None = None, *, tokens: int = 0) -> Reservation:
         """Take n x prompts places and room for `tokens` prompt tokens, all or none.
@@ -144,6 +149,8 @@ class Admission:
                 self._on_refused(error.code)
                 raise
         self.in_use += slots
+        if self.in_all[0] <= self.capacity // 2:
+            self._last_turn_s = 0.0  # of those that were refused nobody came, or all were let in
         self._tell()
         reservation = Reservation(self, slots, 0, account)
         self._enqueue(reservation, tokens)
@@ -155,17 +162,29 @@ class Admission:
         self._check_queue(1)
 
     def retry_after_s(self, slots: int = 1) -> float:
-        """Seconds until what is queued should be run, and `slots` places free, in [1, 30], with jitter.
+        """Seconds until what is queued should be run, and `slots` places free, in [0.9, 30], with jitter."""
+        return self._spread(max(self._throughput.seconds_for(self.queued_tokens), self._seconds_for(slots)))
 
-        Queued tokens over the tokens a second that have left the queue lately; places by the rate of the latest
-        releases. The jitter keeps refused clients from coming back all in the same moment.
+    def _turn_s(self, slots: int, tokens: int) -> float:
+        """`retry_after_s` for one that is refused these now: behind all that were refused before it.
+
+        Clients come back as they are told. Told the same second they come all at once, every second, hold up the event
+        loop and get no more by it; told one after another, as places come free, they are no more than can be let in.
         """
-        wait_s = self._throughput.seconds_for(self.queued_tokens)
-        if slots and self._releases:
-            elapsed_s = max(self._clock() - self._releases[0][0], 1e-3)
-            rate = sum(released for _, released in self._releases) / elapsed_s
-            wait_s = max(wait_s, slots / rate)
-        return min(max(wait_s * self._jitter(), _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+        now = self._clock()
+        each_s = max(self._seconds_for(slots), self._throughput.seconds_for(tokens))
+        least_s = max(self._throughput.seconds_for(self.queued_tokens), self._seconds_for(slots), _SHORTEST_RETRY_S)
+        self._last_turn_s = min(max(now + least_s, self._last_turn_s + each_s), now + _LONGEST_RETRY_S)
+        return self._spread(self._last_turn_s - now)
+
+    def _seconds_for(self, slots: int) -> float:
+        """Until so many places come free: as many do in the time that one is held as are held. 0 while none was."""
+        held_s = sum(held_s * slots for held_s, slots in self._releases)
+        return slots * held_s / max(1, sum(slots for _, slots in self._releases)) / max(1, self.in_use)
+
+    def _spread(self, wait_s: float) -> float:
+        """So that those who are told the same do not come in the same moment."""
+        return min(max(wait_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S / _LARGEST_JITTER) * self._jitter()
 
     def _check_places(self, slots: int) -> None:
         in_use = self.in_use + self._of_others()[0]
@@ -173,7 +192,7 @@ class Admission:
             self._on_refused("queue_full")
             raise errors.queue_full(
                 f"the server is full: {in_use} of {self.capacity} sequences are taken, {slots} more asked for",
-                self.retry_after_s(slots),
+                self._turn_s(slots, 0),
                 status=self._overload_status,
             )
 
@@ -184,7 +203,7 @@ class Admission:
             self._on_refused("queue_full")
             raise errors.queue_full(
                 f"the queue is full: {queued} of {limit} prompt tokens wait to be run, {tokens} more asked for",
-                self.retry_after_s(0),
+                self._turn_s(0, tokens),
                 status=self._overload_status,
             )
 
@@ -217,10 +236,10 @@ class Admission:
         self._tell()
         self._throughput.left(tokens if is_computed else 0, is_empty=not self.queued_tokens)
 
-    def _give_back(self, slots: int) -> None:
+    def _give_back(self, slots: int, since_s: float) -> None:
         self.in_use -= slots
         self._tell()
-        self._releases.append((self._clock(), slots))
+        self._releases.append((self._clock() - since_s, slots))
 
     @property
     def in_all(self) -> tuple[int, int]:

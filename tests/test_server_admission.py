@@ -83,25 +83,67 @@ def test_refusals_are_counted_by_reason() -> None:
     assert reasons == ["queue_full", "request_too_large"]
 
 
-def test_retry_after_follows_the_rate_of_releases() -> None:
+def told_ms(admission: Admission, slots: int = 1) -> int:
+    return int(refusal(admission, slots).headers["retry-after-ms"])
+
+
+def test_retry_after_is_how_long_places_are_held_by_how_many_are() -> None:
     clock = Clock()
     admission = Admission(8, clock=clock, jitter=lambda: 1.0)
     held = [admission.reserve(1) for _ in range(8)]
     for reservation in held[:4]:
         clock.now_s += 2.0
         reservation.release()
-    # Four slots came back in the six seconds since the first of them did.
-    assert admission.retry_after_s(2) == pytest.approx(2 / (4 / 6))
+    # Held for 5 s in the mean, and four are held now: one comes free every 1.25 s.
+    assert admission.retry_after_s(2) == pytest.approx(2.5)
 
 
 def test_retry_after_stays_between_1_and_30_seconds() -> None:
     clock = Clock()
     admission = Admission(8, clock=clock)
-    assert admission.retry_after_s() == 1.0
+    assert 0.9 <= admission.retry_after_s() <= 1.0
     admission.reserve(1).release()
-    assert admission.retry_after_s() == 1.0
+    assert 0.9 <= admission.retry_after_s() <= 1.0
+    with admission.reserve(1):
+        clock.now_s += 3600
+    assert 27.0 <= admission.retry_after_s(8) <= 30.0
+
+
+def test_an_idle_hour_makes_nobody_wait_longer() -> None:
+    clock = Clock()
+    admission = Admission(1, clock=clock)
+    with admission.reserve(1):
+        clock.now_s += 2.0
     clock.now_s += 3600
-    assert admission.retry_after_s(8) == 30.0
+    with admission.reserve(1):
+        assert 2000 <= told_ms(admission) <= 2200
+
+
+def test_those_who_are_refused_are_told_to_come_one_after_another_as_places_come_free() -> None:
+    clock = Clock()
+    admission = Admission(4, clock=clock, jitter=lambda: 1.0)
+    for _ in range(4):
+        with admission.reserve(1):
+            clock.now_s += 2.0
+    for _ in range(4):
+        admission.reserve(1)
+    assert [told_ms(admission) for _ in range(5)] == [900, 1400, 1900, 2400, 2900]
+    clock.now_s += 1.0
+    assert [told_ms(admission), told_ms(admission, 2), told_ms(admission)] == [2400, 3400, 3900]
+
+
+def test_turns_that_nobody_took_are_forgotten_once_half_of_the_places_are_free() -> None:
+    clock = Clock()
+    admission = Admission(4, clock=clock, jitter=lambda: 1.0)
+    with admission.reserve(1):
+        clock.now_s += 40.0
+    held = [admission.reserve(1) for _ in range(4)]
+    assert [told_ms(admission) for _ in range(4)][1:] == [20_000, 27_273, 27_273]
+    for reservation in held:
+        reservation.release()
+    for _ in range(4):
+        admission.reserve(1)
+    assert told_ms(admission) < 3000
 
 
 def test_books_balance_over_random_reservations() -> None:
