@@ -1,7 +1,8 @@
 """How fast the server notices, refuses, gives back and comes back: `python -m tests.load.reliability` prints G5 to G11.
 
-On the server of letters (support/faulty.py), so that what is measured is this server and not a model. Figures are of
-this machine and of what else runs on it; one JSON object a line, as benchmarks.jsonl has them.
+On the server of letters (support/faulty.py), so that what is measured is this server and not a model. Overload comes
+from processes of their own (load/overload.py). Figures are of this machine and of what else runs on it; one JSON object
+a line, as benchmarks.jsonl has them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import contextlib
 import datetime
 import json
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -27,8 +30,13 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # as pytest has them
 
 from support.faulty import Ask, Bench, FaultyServer, ask  # noqa: E402
+from tests.load.overload import Mode, Told, beside  # noqa: E402
 
+PLACES = 64
 FLAGS = ("--max-num-seqs", "32", "--max-waiting", "32", "--max-restarts", "100", "--step-timeout", "1")
+ROUNDS = 3
+MOST_BUSY = 0.8
+"""Of a core: clients that have more to do are what is measured."""
 LONG = Ask("goes on and on", 1, max_tokens=20_000)
 
 
@@ -84,25 +92,58 @@ async def health_in_load(bench: Bench) -> list[float]:
     return taken
 
 
-async def tokens_a_second(bench: Bench, clients: int, refused_s: list[float], run_s: float = 8.0) -> float:
-    """A closed loop of clients that come back at once when they are refused, after half the time that they are told."""
-    until_s = time.perf_counter() + run_s
+@dataclass
+class Overload:
+    """Three times what the server holds, or can answer, beside what it does when it is just full."""
 
-    async def client(number: int) -> int:
-        tokens = 0
-        while time.perf_counter() < until_s:
-            begun = time.perf_counter()
-            told = await ask(bench.client, Ask(f"goodput {number}", number, max_tokens=50))
-            if told.error is None:
-                tokens += len(told.texts[0])
-            else:
-                refused_s.append(time.perf_counter() - begun)
-                await asyncio.sleep(0.5)
-        return tokens
+    closed_kept: float
+    """Part of the tokens a second that is left when three times as many clients as there are places come back when
+    they are told to."""
+    open_kept: float
+    """The same when three times as many requests come as are answered at the most, and nobody waits."""
+    refusal_ms: list[float]
+    grown_mb: float
+    """The API's memory, from the first of those seconds to the last."""
+    normal_again_s: float
+    """From the last of them, until a request takes no more than twice the time that it takes alone."""
 
-    begun = time.perf_counter()
-    tokens = sum(await asyncio.gather(*(client(number) for number in range(clients))))
-    return tokens / (time.perf_counter() - begun)
+
+async def overload(bench: Bench, seconds: float) -> Overload:
+    """G7, G8, R1, R2. Clients run in processes of their own, by turns as many as fit and three times as many."""
+    api, url = psutil.Process(bench.server.process.pid), bench.server.url
+
+    async def asked(mode: Mode, number: float, seconds: float) -> Told:
+        told = await beside(url, mode, number, seconds)
+        assert told.busy < MOST_BUSY, f"clients that used {told.busy:.0%} of a core were measured, not the server"
+        assert told.wrong == told.unspecific == 0, told
+        return told
+
+    async def once() -> float:
+        begun_s = time.perf_counter()
+        while (await bench.victim(Ask("alone", 3, max_tokens=50))).error is not None:
+            pass
+        return time.perf_counter() - begun_s
+
+    alone_s = np.median([await once() for _ in range(9)])
+    peaks, kept = [], []
+    for _ in range(ROUNDS):
+        peaks.append(await asked("closed", PLACES, seconds))
+        kept.append(await asked("closed", 3 * PLACES, seconds))
+    peak = statistics.median(told.tokens / told.seconds for told in peaks)
+    answers = statistics.median(told.answers / told.seconds for told in peaks)
+    refusals, before = asyncio.create_task(beside(url, "probe", 50, seconds)), api.memory_info().rss
+    told = await asked("open", 3 * answers, seconds)
+    ended_s = time.perf_counter()
+    while await once() > 2 * alone_s:
+        pass
+    normal_again_s = time.perf_counter() - ended_s
+    return Overload(
+        statistics.median(each.tokens / each.seconds for each in kept) / peak,
+        told.tokens / told.seconds / peak,
+        (await refusals).refusal_ms,
+        (api.memory_info().rss - before) / 1e6,
+        normal_again_s,
+    )
 
 
 async def hang_to_noticed(bench: Bench) -> float:
@@ -141,16 +182,18 @@ async def kill_to_told_and_ready(bench: Bench) -> tuple[float, float]:
     return told_s, time.perf_counter() - killed
 
 
-async def measure(server: FaultyServer, tell: Callable[[str, float, str, float | None], None]) -> None:
+async def measure(server: FaultyServer, seconds: float, tell: Callable[[str, float, str, float | None], None]) -> None:
     async with server.client() as client:
         bench = Bench(server, client)
         tell("G5 cancel to cells free, p99", 1000 * p99(await cancel_to_free(bench)), "ms", 250)
         tell("G9 /health in full load, p99", 1000 * p99(await health_in_load(bench)), "ms", 50)
-        peak = await tokens_a_second(bench, 64, [])
-        refused_s: list[float] = []
-        overloaded = await tokens_a_second(bench, 192, refused_s)
-        tell("G7 goodput kept with 3x the clients", 100 * overloaded / peak, "%", 90)
-        tell("G8 refusal in overload, p99", 1000 * p99(refused_s), "ms", 100)
+        seen = await overload(bench, seconds)
+        tell("G7 goodput kept with 3x the clients", 100 * seen.closed_kept, "%", 90)
+        tell("R2 goodput kept with 3x the requests", 100 * seen.open_kept, "%", 90)
+        tell("G8 refusal in overload, p99", p99(seen.refusal_ms), "ms", 100)
+        tell("G8 refusal in overload, median", statistics.median(seen.refusal_ms), "ms", None)
+        tell(f"R2 API memory grown in {seconds:g} s of 3x the requests", seen.grown_mb, "MB", 50)
+        tell("R2 behind the overload: back to normal", seen.normal_again_s, "s", 10)
         told_s, ready_s = await kill_to_told_and_ready(bench)
         tell("G11 engine killed: clients told", told_s, "s", 1)
         tell("G11 engine killed: ready again", ready_s, "s", 60)
@@ -165,6 +208,7 @@ def p99(values: list[float]) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.load.reliability", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="append the figures to this file")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each part of the overload")
     args = parser.parse_args(argv)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=TESTS.parent, capture_output=True, text=True
@@ -182,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as folder,
         FaultyServer(Path(folder), *FLAGS, model="letters-slow") as server,
     ):
-        asyncio.run(measure(server, tell))
+        asyncio.run(measure(server, args.seconds, tell))
     if args.json is not None:
         with args.json.open("a") as out:
             out.write("\n".join([*lines, ""]))
