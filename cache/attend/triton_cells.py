@@ -268,7 +268,10 @@ def _attend_splits(
             fetch_ahead(values + v_line + (tl.arange(0, PADDED_V // LINE) * LINE)[None, :])
         gdc_wait()
 
-    operand: tl.constexpr = tl.float32 if UPCAST else query.dtype.element_ty
+    # FP8 becomes float16 in one instruction and bfloat16 in four, and both hold all of it. A query beyond float16's
+    # range, which is none that was meant, turns its row NaN.
+    own: tl.constexpr = tl.float16 if keys.dtype.element_ty.is_fp8() else query.dtype.element_ty
+    operand: tl.constexpr = tl.float32 if UPCAST else own
     k_lane = tl.arange(0, PADDED_K)
     v_lane = tl.arange(0, PADDED_V)
     q = tl.load(
