@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from cache.geometry import FP8, MAX_CAPACITY_CELLS, Geometry
-from engine.config import DEFAULT_MODEL, EngineConfig
+from engine.config import DEFAULT_MODEL, FP8_CAPABILITY, EngineConfig
 from engine.create import Progress, create_executor
 from engine.errors import ConfigError, ModelError
 from engine.executor_options import ExecutorOptions
@@ -46,6 +46,7 @@ CUDA_PREFILL = (8192, 1024, 256)
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, EngineInfo]:
     """Load and assemble. Raises ConfigError or ModelError with a message a user can act on."""
     device = _device(config.device)
+    _require_fp8(config, device)
     name = default_model() if config.model == DEFAULT_MODEL else config.model
     try:
         is_new = must_convert(name)
@@ -58,7 +59,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
             max_model_len=config.max_model_len,
             seed=config.seed,
         )
-        kv_dtype = _kv_dtype(config, model)
+        kv_dtype = model.dtype if config.kv_cache_dtype == "auto" else FP8
         if kv_dtype == FP8 and config.load_format != "dummy":
             model = with_kv_scales(model, locate(name))
         tier_names = _tier_names(config, model)  # of the weights as they were loaded
@@ -119,18 +120,17 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
     return loop, info
 
 
-def _kv_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:
-    """What K/V is stored as."""
-    if config.kv_cache_dtype == "auto":
-        return model.dtype
-    if model.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(model.device)
-        if capability < (8, 9):
-            raise ConfigError(
-                f"kv_cache_dtype is {config.kv_cache_dtype!r}, but {torch.cuda.get_device_name(model.device)} (compute "
-                f"capability {capability[0]}.{capability[1]}) has no FP8, which begins with 8.9: use auto"
-            )
-    return FP8
+def _require_fp8(config: EngineConfig, device: torch.device) -> None:
+    """Refuse K/V in FP8 on a CUDA device that cannot convert it."""
+    if config.kv_cache_dtype == "auto" or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        own, needed = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, which needs compute capability {needed}: "
+            f"{torch.cuda.get_device_name(device)} has {own}. Use auto"
+        )
 
 
 def _tier_names(config: EngineConfig, model: LoadedModel) -> tuple[str, str]:

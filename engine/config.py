@@ -20,6 +20,9 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_NUM_SEQS = 256
 DEFAULT_CHUNK_TOKENS = 64
 
+FP8_CAPABILITY = (8, 9)
+"""Of the CUDA devices that have FP8, the lowest."""
+
 LoadFormat = Literal["auto", "dummy"]
 CacheKind = Literal["cells", "single"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]

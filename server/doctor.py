@@ -25,7 +25,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import DEFAULT_MODEL
+from engine.config import DEFAULT_MODEL, FP8_CAPABILITY
 from engine.errors import ConfigError
 from server import run
 from server.settings import Settings
@@ -71,6 +71,7 @@ def find(settings: Settings) -> Iterator[Finding]:
         weights_bytes += size_bytes
         yield finding
     yield from room_on_gpu(settings, weights_bytes)
+    yield from kv_dtype(settings.kv_cache_dtype, settings.device)
     yield memory(weights_bytes, settings.kv_host_gib or 0.0)
     yield disk()
     yield from tiers(settings)
@@ -127,6 +128,20 @@ def _gpu(name: str, free_bytes: int, total_bytes: int, index: int) -> Finding:
     if free_bytes < total_bytes / 2:
         return Finding(f"GPU {index}", "note", f"{text}: something else uses it")
     return Finding(f"GPU {index}", "ok", text)
+
+
+def kv_dtype(name: str, device: str) -> Iterator[Finding]:
+    """Nothing to say where K/V is stored as the weights are."""
+    import torch
+
+    if name == "auto":
+        return
+    if device == "cpu" or not torch.cuda.is_available():
+        yield Finding("K/V dtype", "note", f"{name} is shorter on a CPU, and slower: it is converted at every read")
+        return
+    major, minor = torch.cuda.get_device_capability(None if device in ("auto", "cuda") else device)
+    text = f"{name} needs compute capability {'.'.join(map(str, FP8_CAPABILITY))}, this GPU has {major}.{minor}"
+    yield Finding("K/V dtype", "ok" if (major, minor) >= FP8_CAPABILITY else "fault", text)
 
 
 def room_on_gpu(settings: Settings, weights_bytes: int) -> Iterator[Finding]:

@@ -48,6 +48,12 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_a_fault() -> None:
         assert verdict["GPU"].verdict == "fault"
 
 
+def test_what_k_v_in_fp8_costs_without_a_gpu_is_noted() -> None:
+    assert list(doctor.kv_dtype("auto", "cpu")) == []
+    (finding,) = doctor.kv_dtype("fp8", "cpu")
+    assert (finding.subject, finding.verdict) == ("K/V dtype", "note")
+
+
 def test_a_model_folder_is_looked_through(tmp_path: Path) -> None:
     assert of_model(tmp_path / "none") == [("model", "fault")]
     assert of_model(tmp_path) == [("model", "fault")]
