@@ -106,6 +106,21 @@ class RequestStream:
             del self._unread[index]
         return backlog.take(TAKEN_TOKENS)
 
+    def take_tokens(self) -> tuple[int, ...]:
+        """The tokens of choice 0, where they are all that is unread of it, as nearly always; () takes nothing."""
+        unread = self._unread.get(0)
+        if (
+            not isinstance(unread, Update)
+            or unread.finish is not None
+            or unread.logprobs is not None
+            or unread.cached_tokens is not None
+            or unread.prompt_logprobs is not None
+            or len(unread.token_ids) > TAKEN_TOKENS
+        ):
+            return ()
+        del self._unread[0]
+        return unread.token_ids
+
     def cancel(self, index: int | None = None) -> None:
         """Ask the engine to end this choice, or all that are open; each still gets its last update, "cancelled"."""
         if self._open:

@@ -28,6 +28,8 @@ Render = Callable[[Choice, News], bytes]
 """The frame that tells of a choice's news; empty when there is nothing to tell yet."""
 Begin = Callable[[Choice], bytes]
 """What comes before a choice's first news; may be empty."""
+Delta = Callable[[str], bytes]
+"""The frame of a text, where a frame tells nothing else; what Render makes of the same news."""
 
 
 class PlaceRoute(JsonRoute):
@@ -154,13 +156,21 @@ class Told:
     """
 
     def __init__(
-        self, generation: Generation, begin: Begin, render: Render, usage_frame: Callable[[Usage], bytes] | None
+        self,
+        generation: Generation,
+        begin: Begin,
+        render: Render,
+        usage_frame: Callable[[Usage], bytes] | None,
+        delta: Delta | None = None,
     ) -> None:
+        """delta: of choice 0; None: its frames tell more than text."""
         self._generation = generation
         self._begin = begin
         self._render = render
         self._usage_frame = usage_frame
+        self._delta = delta
         self._begun: set[int] = set()
+        self._has_told = False
         self._failure: ApiError | None = None
         self.when_news = generation.when_news
         self.is_over = False
@@ -170,6 +180,8 @@ class Told:
         return self._generation.backlog
 
     def take(self) -> bytes:
+        if self._has_told and self._delta is not None and (text := self._generation.take_text()):
+            return self._delta(text)  # nearly every token
         if self._failure is not None:
             raise self._failure
         parts: list[bytes] = []
@@ -195,6 +207,7 @@ class Told:
                 parts.append(self._usage_frame(self._generation.usage))
         telling = parts[0] if len(parts) == 1 else b"".join(parts)
         if telling:
+            self._has_told = True
             self._generation.commit()
         return telling
 

@@ -50,7 +50,7 @@ async def create_chat_completion(request: Request, body: ChatBody) -> Response:
     generation = await answers.admit(request, body.n or 1, tokens, answer_id, prepare)
     writer = _Writer(body, head, serving.text, generation, [answer() for _ in generation.choices])
     if body.stream:
-        frames = answers.Told(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
+        frames = answers.Told(generation, writer.begin, writer.chunk, answers.usage_frame(body, head), writer.delta(0))
         return EventStream(frames, generation.aclose, headers, stalled_s=serving.settings.slow_reader_timeout)
     return await answers.whole(request, generation, writer.whole, headers)
 
@@ -127,18 +127,24 @@ class _Writer:
         delta = '{"role": "assistant", "content": ""}'
         return self._frame(choice, delta, "null", [], ("null", "null"), is_first=True)
 
+    def delta(self, index: int) -> answers.Delta | None:
+        return self._content(index) if self._is_plain and self._spoken[index].is_text else None
+
+    def _content(self, index: int) -> answers.Delta:
+        if index not in self._deltas:
+            delta = json.dumps({"content": HOLE})
+            self._deltas[index] = self._template.filled(str(index), delta, *("null",) * 3)
+        return self._deltas[index].render_text
+
     def chunk(self, choice: Choice, news: News) -> bytes:
         entries = json.dumps(self._logprobs(news)) if self._body.logprobs else "null"
         spoken = self._spoken[choice.index]
         content, calls = spoken.take(news.text, is_last=choice.is_finished)
         if not (content or calls or choice.is_finished or self._body.logprobs or self._body.return_token_ids):
             return b""
-        delta = f'{{"content": {quoted(content)}}}' if content else "{}"
         if self._is_plain and choice.finish_reason is None and not calls:
-            template = self._deltas.get(choice.index)
-            if template is None:
-                template = self._deltas[choice.index] = self._template.filled(str(choice.index), None, *("null",) * 3)
-            return template.render(delta)
+            return self._content(choice.index)(content)
+        delta = f'{{"content": {quoted(content)}}}' if content else "{}"
         if calls:
             delta = json.dumps({"content": content, "tool_calls": calls} if content else {"tool_calls": calls})
         return self._frame(choice, delta, entries, news.token_ids, answers.ending_json(choice, _reason(choice, spoken)))

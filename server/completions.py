@@ -18,7 +18,7 @@ from server.fields import RawPrompt
 from server.generation import Choice, Generation, News
 from server.schemas import DEFAULT_MAX_TOKENS, CompletionBody
 from server.serving import Serving
-from server.streams import HOLE, EventStream, FrameTemplate, quoted
+from server.streams import HOLE, OPEN, EventStream, FrameTemplate, quoted
 from server.text import Text
 
 router = APIRouter(tags=["completions"], route_class=answers.PlaceRoute)
@@ -49,7 +49,7 @@ async def create_completion(request: Request, body: CompletionBody) -> Response:
     generation = await answers.admit(request, len(body.prompt) * body.draws, tokens, answer_id, prepare)
     writer = _Writer(body, head, serving.text, prompts, generation)
     if body.stream:
-        frames = answers.Told(generation, writer.begin, writer.chunk, answers.usage_frame(body, head))
+        frames = answers.Told(generation, writer.begin, writer.chunk, answers.usage_frame(body, head), writer.delta(0))
         return EventStream(frames, generation.aclose, headers, stalled_s=serving.settings.slow_reader_timeout)
     return await answers.whole(request, generation, writer.whole, headers)
 
@@ -183,13 +183,16 @@ class _Writer:
         entries = None if self._body.logprobs is None else json.dumps(self._prompt_logprobs(choice))
         return self._frame(choice, self._prompt(choice).text, entries or "null", [], ("null", "null"))
 
+    def delta(self, index: int) -> answers.Delta | None:
+        if not self._is_plain:
+            return None
+        if index not in self._deltas:
+            self._deltas[index] = self._template.filled(str(index), OPEN, *("null",) * 3)
+        return self._deltas[index].render_text
+
     def chunk(self, choice: Choice, news: News) -> bytes:
-        if self._is_plain and choice.finish_reason is None:
-            delta = self._deltas.get(choice.index)
-            if delta is None:
-                delta = self._template.filled(str(choice.index), None, *("null",) * 3)
-                self._deltas[choice.index] = delta
-            return delta.render(quoted(news.text))
+        if choice.finish_reason is None and (delta := self.delta(choice.index)) is not None:
+            return delta(news.text)
         entries = "null" if self._body.logprobs is None else json.dumps(self._logprobs(news))
         return self._frame(choice, news.text, entries, news.token_ids, answers.ending_json(choice))
 

@@ -89,6 +89,17 @@ class Choice:
         """Text or the end. Tokens that make no text yet wait for those that do, unless none ever will."""
         return bool(self.news.text) or self.is_finished or (not self._has_text and bool(self.news.token_ids))
 
+    @property
+    def is_plain(self) -> bool:
+        """Its text is that of its tokens, whatever came before them."""
+        return self._has_text and self._stops is None
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """What these tokens add to the text of one that is plain."""
+        self.num_tokens += len(token_ids)
+        push = self._detokenizer.push
+        return push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
+
     def interrupt(self) -> None:
         """Nothing more will come; what was held back is news. A finished choice stays as it is."""
         if self.finish_reason is None:
@@ -112,9 +123,8 @@ class Choice:
 
     def _draw(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
         if logprobs is None and self._stops is None:
-            self.num_tokens += len(token_ids)
             self.news.token_ids += token_ids
-            self.news.text += "".join(map(self._detokenizer.push, token_ids))
+            self.news.text += self.text_of(token_ids)
             return
         for i, token_id in enumerate(token_ids):
             self._count(token_id, logprobs[i] if logprobs else None)
@@ -223,6 +233,8 @@ class Generation:
         """`_on_news` is about to be called."""
         self._only: RequestStream | None = None
         """The stream of a request with one prompt and one choice in the engine, as nearly every request is."""
+        self._plain: Choice | None = None
+        """Its choice, where that is plain and the only one."""
         self._books: list[_Books] = []
         self._on_close = ExitStack()
         self._was_cancelled = False
@@ -256,6 +268,8 @@ class Generation:
             raise
         if len(self.requests) == 1 and self.requests[0].n == 1 and self.requests[0].sampling.prompt_logprobs is None:
             self._only = self._streams[0]
+            only, *copies = self._choices[0]
+            self._plain = only if only.is_plain and not copies else None
         for number, stream in enumerate(self._streams):
             stream.when_news(partial(self._arrived, number))
         self._metrics, self._reservation = metrics, reservation
@@ -286,6 +300,17 @@ class Generation:
         if self._only is not None:
             # One update a step: there is nothing to gather.
             self._only.when_news(call)
+
+    def take_text(self) -> str:
+        """What tokens that have come add to the text, where that is all to tell; else "": ask `told_update`."""
+        if self._plain is None or self._only is None:
+            return ""
+        token_ids = self._only.take_tokens()
+        if not token_ids:
+            return ""
+        self.usage.completion_tokens += len(token_ids)
+        self._books[0].drawn(len(token_ids))
+        return self._plain.text_of(token_ids)
 
     def told_update(self) -> Sequence[Choice] | None:
         """The choices that the next update tells something; None when there is no update.

@@ -32,24 +32,29 @@ _COMMENT = b": keep-alive\n\n"
 
 HOLE = "\ufdd0hole"
 """Marks, in the object a template is made from, where each frame has its own JSON. A noncharacter: no text holds it."""
+OPEN = json.dumps(HOLE)
 
 
 class FrameTemplate:
     """An event of which only the holes change, in their order in the object."""
 
     def __init__(self, chunk: Mapping[str, Any]) -> None:
-        text = json.dumps(chunk).replace("%", "%%").replace(json.dumps(HOLE), "%s")
+        text = json.dumps(chunk).replace("%", "%%").replace(OPEN, "%s")
         self._format = f"data: {text}\n\n"
 
     def render(self, *values: str) -> bytes:
         """values: JSON of each hole, ASCII only."""
         return (self._format % values).encode("ascii")
 
-    def filled(self, *values: str | None) -> FrameTemplate:
-        """The template with these holes filled for good; None leaves one open."""
+    def render_text(self, text: str) -> bytes:
+        """With one hole, and a text to go into it."""
+        return (self._format % encode_basestring_ascii(text)).encode("ascii")
+
+    def filled(self, *values: str) -> FrameTemplate:
+        """The template with these holes filled for good; OPEN in a value is a hole again."""
         template = copy(self)
         # One round of formatting takes one layer of escapes away.
-        parts = ("%s" if value is None else value.replace("%", "%%") for value in values)
+        parts = (value.replace("%", "%%").replace(OPEN, "%s") for value in values)
         template._format = self._format.replace("%%", "%%%%") % tuple(parts)
         return template
 

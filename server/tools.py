@@ -128,6 +128,11 @@ class Answer:
         self._num_calls = 0
 
     @property
+    def is_text(self) -> bool:
+        """All of it is content, as it comes."""
+        return self._parser is None
+
+    @property
     def has_calls(self) -> bool:
         return self._num_calls > 0
 

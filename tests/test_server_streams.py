@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from engine.client import RequestStream
 from engine.types import GenerateRequest, SamplingParams, TokenLogprobs, Update
 from server import answers, errors
 from server.generation import Choice, Generation, News, TextOptions
 from server.stops import StopStrings
-from server.streams import HOLE, LARGEST_BACKLOG, EventStream, FrameTemplate, frame, quoted
+from server.streams import HOLE, LARGEST_BACKLOG, OPEN, EventStream, FrameTemplate, frame, quoted
 from server.text import Text
 from support.live_server import LiveServer, live_server, until
 from support.running import asyncio_test
@@ -36,38 +37,17 @@ def test_a_rendered_frame_is_the_object_with_its_holes_filled(text: str, index: 
 
 
 class Script:
-    """An engine client, and the stream of its only request, to which a test pushes updates one by one."""
+    """An engine client with one request, to which a test pushes updates one by one."""
 
-    def __init__(self, updates: Sequence[Update]) -> None:
-        self.updates = updates
-        self.cancelled = False
-        self._come: list[Update] = []
+    def __init__(self) -> None:
+        self.was_cancelled = False
 
-    def submit(self, request: GenerateRequest) -> "Script":
-        return self
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        self.stream = RequestStream(request.request_id, request.n, self.cancel)
+        return self.stream
 
-    def when_news(self, call: Callable[[], None]) -> None:
-        self._tell = call
-
-    def push(self, update: Update) -> None:
-        self._come.append(update)
-        self._tell()
-
-    @property
-    def has_unread(self) -> bool:
-        return bool(self._come)
-
-    def take(self) -> Update | None:
-        return self._come.pop(0) if self._come else None
-
-    def commit(self) -> None:
-        pass
-
-    def cancel(self, index: int | None = None) -> None:
-        self.cancelled = True
-
-    async def aclose(self) -> None:
-        self.cancel()
+    def cancel(self, request_id: str, index: int | None) -> None:
+        self.was_cancelled = True
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +65,7 @@ async def deltas(tiny: TinyTokenizer, updates: list[Update], *stops: str, n: int
     """What each frame says, in order; "ERROR" where the stream failed."""
     request = GenerateRequest("r", (113,), n=n, sampling=SamplingParams(**sampling))
     options = TextOptions(StopStrings(stops))
-    script = Script(updates)
+    script = Script()
     generation = Generation(script, Text(str(tiny.folder)), [request], options, n=n)  # type: ignore[arg-type]
     generation.submit()
 
@@ -100,14 +80,14 @@ async def deltas(tiny: TinyTokenizer, updates: list[Update], *stops: str, n: int
     try:
         for update in updates:
             if not generation.is_over:
-                script.push(update)
+                script.stream.push(update)
                 sent += frames.take()
         sent += frames.take()  # a failure comes behind what was there to tell
     except errors.ApiError:
         said.append("ERROR")
     assert sent.decode() == "".join(text for text in said if text != "ERROR")
     await generation.aclose()
-    assert script.cancelled
+    assert script.was_cancelled or script.stream.is_over
     return said
 
 
@@ -157,6 +137,39 @@ async def test_one_choice_that_fails_gives_out_what_the_others_held(tiny: TinyTo
     (c,) = tiny.ids("C")
     updates = [Update("r", index=0, token_ids=(c,)), Update("r", index=1, token_ids=(c,), finish="failed")]
     assert await deltas(tiny, updates, "C and D", n=2) == ["C", "C", "ERROR"]
+
+
+def takes(tiny: TinyTokenizer, steps: list[list[Update]], *stops: str, is_short: bool) -> list[object]:
+    """What is taken behind each step of updates, and what was counted. is_short: text may take the short way."""
+    options = TextOptions(StopStrings(stops))
+    script = Script()
+    request = GenerateRequest("r", (113,))
+    generation = Generation(script, Text(str(tiny.folder)), [request], options, n=1)  # type: ignore[arg-type]
+    generation.submit()
+    delta = str.encode if is_short else None
+    frames = answers.Told(generation, lambda choice: b"begin ", lambda choice, news: news.text.encode(), None, delta)
+    frames.when_news(lambda: None)
+    taken: list[object] = []
+    for updates in steps:
+        for update in updates:
+            script.stream.push(update)
+        while content := frames.take():
+            taken.append(content)
+        taken.append((frames.is_over, generation.usage.completion_tokens, generation.choices[0].num_tokens))
+    return taken
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_text_says_the_same_whichever_way_it_takes(data: st.DataObject, tiny: TinyTokenizer) -> None:
+    pieces = [*tiny.ids("Sum", " Lisbon", "a", "C"), *tiny.byte(0xF0, 0x9F, 0x98, 0x8A, 0xFF)]
+    drawn = st.lists(st.sampled_from(pieces), max_size=3).map(tuple)
+    steps = data.draw(st.lists(st.lists(drawn, max_size=3), min_size=1, max_size=8))
+    updates = [[Update("r", token_ids=token_ids) for token_ids in step] for step in steps]
+    first, last = Update("r", cached_tokens=0), Update("r", token_ids=tuple(tiny.ids("a")), finish="length")
+    updates = [[first, *updates[0]], *updates[1:], [last]]
+    stops = data.draw(st.sampled_from([(), ("C and D",)]))
+    assert takes(tiny, updates, *stops, is_short=True) == takes(tiny, updates, *stops, is_short=False)
 
 
 class Misbehaving:
@@ -296,4 +309,5 @@ def test_b27_a_client_that_stops_reading_or_is_far_behind_is_left(
 @given(text=st.text(), model=st.text())
 def test_a_template_with_holes_filled_for_good_renders_the_same(text: str, model: str) -> None:
     template = FrameTemplate({"model": model, "choices": [{"index": HOLE, "text": HOLE}], "percent": "100%s%%"})
-    assert template.filled(quoted("7%s"), None).render(quoted(text)) == template.render(quoted("7%s"), quoted(text))
+    whole = template.render(quoted("7%s"), f'{{"said": {quoted(text)}}}')
+    assert template.filled(quoted("7%s"), f'{{"said": {OPEN}}}').render_text(text) == whole
