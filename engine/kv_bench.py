@@ -2,6 +2,7 @@
 
     move     chunks between the pool and host memory as a part of the link      (cache/offload/bench.py)
     index    finding one of a million chunks                                    (cache/offload/bench.py)
+    policy   what is evicted first: hits beside one that evicts the oldest      (cache/offload/bench.py)
     repeat   first token of a long prompt: cold, from the tree, from host memory
     chat     a conversation: tokens that each turn computes
     shared   requests that begin alike, beside the same ones without reuse
@@ -37,7 +38,8 @@ from static_graphs.shapes import SHAPES, write_config
 
 GIB = 1 << 30
 ENGINE_CASES = ("repeat", "chat", "shared", "fresh")
-CASES = ("move", "index", *ENGINE_CASES)
+OFFLOAD_CASES = ("move", "index", "policy")
+CASES = (*OFFLOAD_CASES, *ENGINE_CASES)
 GREEDY = SamplingParams(temperature=0.0)
 
 Prompt = tuple[int, ...]
@@ -50,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if strange := set(cases) - set(CASES):
         console.print(f"kv_bench: no case {', '.join(sorted(strange))}; there are {', '.join(CASES)}", style="red")
         return 2
-    for name in ("move", "index"):
+    for name in OFFLOAD_CASES:
         if name in cases:
             console.print(name)
             options = ["--device", args.device, "--cases", name, "--chunks", str(args.chunks)]
-            if offload_bench.main([*options, "--entries", str(args.entries)]):
+            if offload_bench.main([*options, "--entries", str(args.entries), "--trace", str(args.trace)]):
                 return 2
     if set(cases) & set(ENGINE_CASES):
         return _run_engine(args, [case for case in cases if case in ENGINE_CASES], console)
@@ -275,6 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batched-tokens", type=int, help="of a step while nothing decodes")
     parser.add_argument("--chunks", type=int, default=64, help="of the move case")
     parser.add_argument("--entries", type=int, default=1_000_000, help="of the index case")
+    parser.add_argument("--trace", type=int, default=6000, help="prompts of each trace of the policy case")
     return parser
 
 

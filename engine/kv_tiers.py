@@ -370,7 +370,7 @@ class KvTiers:
             is_whole = self._holes.can_store(cells, group)
             memory = store.reserve(chunk) if is_whole else None
             if memory is None:
-                if not store.host.is_kept(chunk) and is_whole:  # there is no room: the rest is of no use
+                if not store.host.is_kept(chunk, is_wanted_again=True) and is_whole:  # there is no room behind it
                     keep.refused.add(group)
                 continue
 

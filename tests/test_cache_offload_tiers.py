@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,8 +9,8 @@ import pytest
 from cache.geometry import InvalidConfig
 from cache.offload.chunks import Chunk
 from cache.offload.host import HostSlab, bytes_view
-from cache.offload.tiers import Breaker, Guarded, Resident, Residents
-from support.tier_chunks import PAYLOAD_BYTES, SPACE, FakeTier, path, payload
+from cache.offload.tiers import Breaker, Guarded
+from support.tier_chunks import PAYLOAD_BYTES, FakeTier, path, payload
 
 
 class Clock:
@@ -90,57 +88,6 @@ def test_a_bad_record_is_an_answer_and_a_slow_answer_is_a_fault() -> None:
     assert [slow.known(path(1, 1)) for _ in range(4)] == [1, 1, 1, 0]
 
 
-# --- who goes first -------------------------------------------------------------------------------------------------
-
-
-def test_eviction_takes_the_oldest_leaf_against_a_slow_oracle() -> None:
-    """Random adds, touches, holds, evictions: always the least recently used of those without children here.
-
-    Of other tenants, only those that have more than half of a fair share.
-    """
-    rng = random.Random(0)
-    residents, oracle = Residents(), {}
-    chunks = [chunk for name in range(12) for chunk in path(name, 6, salt=f"tenant {name % 3}")]
-    owners = {}
-    for name in range(12):
-        salt = f"tenant {name % 3}"
-        owners |= {chunk.key: replace(SPACE, salt=salt).root for chunk in path(name, 6, salt=salt)}
-    now = protected = 0
-    for _ in range(6000):
-        chunk = rng.choice(chunks)
-        entry = residents.get(chunk.key)
-        action = rng.random()
-        if entry is None and action < 0.6:
-            if chunk.index == 0 or chunk.parent in oracle:
-                now += 1
-                residents.add(Resident(chunk.key, chunk.parent, 0))
-                oracle[chunk.key] = now
-        elif entry is not None and action < 0.7:
-            now += 1
-            residents.touch(entry)
-            oracle[chunk.key] = now
-        elif entry is not None and action < 0.85:
-            entry.holds = 1 - entry.holds
-        elif action > 0.9:
-            parents = {entry.parent for entry in residents.entries()}
-            leaves = [
-                entry
-                for entry in residents.entries()
-                if entry.key not in parents and not entry.holds and entry.key != chunk.key
-            ]
-            owner = owners[chunk.key]
-            sizes = Counter(owners[entry.key] for entry in residents.entries())
-            safe = len(oracle) // (2 * len(set(sizes) | {owner}))
-            fair = [entry for entry in leaves if owners[entry.key] == owner or sizes[owners[entry.key]] > safe]
-            protected += len(fair) < len(leaves)
-            expected = min(fair, key=lambda entry: oracle[entry.key], default=None)
-            assert residents.pop_oldest_leaf(keep=chunk.key, owner=owner) is expected
-            if expected is not None:
-                del oracle[expected.key]
-    assert len(residents) == len(oracle)
-    assert protected > 0
-
-
 # --- the host slab ------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +123,7 @@ def test_only_a_published_chunk_is_seen_and_it_holds_its_bytes() -> None:
     assert (host.holds, host.status().objects, host.status().used_bytes) == (0, 1, PAYLOAD_BYTES)
 
 
-def test_a_full_slab_evicts_the_oldest_leaf_on_demand_and_drops_what_finds_none() -> None:
+def test_a_full_slab_evicts_a_leaf_on_demand_and_drops_what_finds_none() -> None:
     host, old, new = slab(3), path(1, 3), path(2, 4)
     assert put(host, *old) == [True] * 3
     assert put(host, *new) == [True, True, True, False]

@@ -14,7 +14,7 @@ from support.model_folder import write_folder
 TINY = (
     *("--prompt", "300", "--repeat", "1", "--turns", "3", "--turn", "8", "--requests", "2", "--prefix", "40"),
     *("--fresh-prompt", "8", "--new-tokens", "4", "--pairs", "1", "--host-gib", "0.01"),
-    *("--chunks", "4", "--entries", "2000"),
+    *("--chunks", "4", "--entries", "2000", "--trace", "100"),
 )
 
 
@@ -29,7 +29,7 @@ def figures(captured: str) -> dict[str, list[dict[str, float]]]:
 def test_every_case_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert kv_bench.main(["--model", write_folder(tmp_path), *TINY]) == 0
     found = figures(capsys.readouterr().out)
-    assert set(found) == {"link", "move", "index", "kv repeat", "kv chat", "kv shared", "kv fresh"}
+    assert set(found) == {"link", "move", "index", "policy", "kv repeat", "kv chat", "kv shared", "kv fresh"}
     measured = [record for bench in ("link", "move", "index", "kv repeat") for record in found[bench]]
     # A process that has had more memory before needs none from the system for so few entries.
     assert [record for record in measured if record["unit"] != "bytes" and record["value"] <= 0] == []

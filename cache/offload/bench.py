@@ -3,6 +3,7 @@
     link    pinned copies of a chunk's size, each way, alone and at once: what no transfer can beat
     move    whole chunks of scattered cells through the staging rings, each way, as a part of that link
     index   keys and look-ups among many chunks, and the memory they take
+    policy  what part of a trace's chunks a tier has, beside one that evicts the least recently used
 
 Prints one JSON object a line, in the form that benchmarks.jsonl collects. On a CPU the link is a copy in memory.
 """
@@ -28,6 +29,8 @@ from cache.geometry import CacheConfig, Geometry, LayerGeometry
 from cache.offload.chunks import Namespace, chunks_of, geometry_record
 from cache.offload.groups import Groups
 from cache.offload.host import HostSlab
+from cache.offload.policy import LeastRecent, conversations, documents, hit_rate
+from cache.offload.residents import Residents
 from cache.offload.transfers import Transfers
 
 REPEATS = 5
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     geometry = Geometry((LayerGeometry(args.heads, args.head_dim, args.head_dim),) * args.layers)
     for case in args.cases.split(","):
-        records = {"move": move, "index": index}[case](geometry, device, args)
+        records = {"move": move, "index": index, "policy": policy}[case](geometry, device, args)
         for record in records:
             print(json.dumps(record), flush=True)
     return 0
@@ -222,6 +225,23 @@ def index(geometry: Geometry, device: torch.device, args: argparse.Namespace) ->
     yield figure("index", f"look-up of a chunk, {case}", 1e6 * look_s / total, "us", cpu)
 
 
+def policy(geometry: Geometry, device: torch.device, args: argparse.Namespace) -> Iterator[Figure]:
+    """Of 1,000 chunks, in any tier: neither bytes nor geometry matter."""
+    capacity, cpu = 1000, torch.device("cpu")
+    both = zip(documents(0, args.trace), conversations(0, args.trace), strict=True)
+    traces = {
+        "documents by Zipf, 30 % one-time prompts": documents(0, args.trace),
+        "documents by Zipf, 60 % one-time prompts": documents(0, args.trace, scanned=0.6),
+        "60 conversations at once": conversations(0, args.trace),
+        "200 conversations at once": conversations(0, args.trace, users=200),
+        "documents and conversations in turn": [path for pair in both for path in pair],
+    }
+    for name, trace in traces.items():
+        ours, peer = (100 * hit_rate(kind(), trace, capacity) for kind in (Residents, LeastRecent))
+        case = f"chunks found, {name}, {capacity} chunks"
+        yield figure("policy", case, ours, "%", cpu, peer="least recently used", peer_value=peer)
+
+
 def _resident_bytes() -> int:
     """Of this process."""
     try:
@@ -237,7 +257,7 @@ def _namespace(geometry: Geometry) -> Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cache.offload.bench", description="time the tiers below the pool")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--cases", default="move,index")
+    parser.add_argument("--cases", default="move,index,policy")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8, help="K/V heads of a layer")
     parser.add_argument("--head-dim", type=int, default=128)
@@ -245,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunks", type=int, default=128, help="moved in each direction")
     parser.add_argument("--slots", type=int, help="of each staging ring (default: what a server takes)")
     parser.add_argument("--entries", type=int, default=1_000_000, help="of the index")
+    parser.add_argument("--trace", type=int, default=6000, help="prompts of each trace of the policy case")
     return parser
 
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from cache.geometry import InvalidConfig
 from cache.offload.chunks import Chunk, Namespace
 from cache.offload.records import BadRecord, Layout
-from cache.offload.tiers import Resident, Residents, TierFault, TierStatus
+from cache.offload.residents import Resident, Residents
+from cache.offload.tiers import TierFault, TierStatus
 
 PAGE_BYTES = 4096
 SEGMENT_BYTES = 1 << 30
@@ -97,7 +98,7 @@ class DiskTier:
             entry = self._residents.get(chunk.key)
             if entry is None:
                 raise BadRecord("missing")
-            self._residents.touch(entry)
+            self._residents.wanted_again(entry)
             file, offset = self._places[entry.slot]
         head = bytearray(self._layout.head_bytes)
         try:
@@ -118,13 +119,10 @@ class DiskTier:
         with self._lock:
             entry = self._residents.get(chunk.key)
             if entry is not None:
-                self._residents.touch(entry)
+                self._residents.wanted_again(entry)
                 return True
-            parent = self._residents.get(chunk.parent)
-            if self._needs_parents and chunk.index and parent is None:
+            if self._needs_parents and chunk.index and self._residents.get(chunk.parent) is None:
                 return False
-            if parent is not None:
-                self._residents.touch(parent)
             try:
                 slot = self._take_slot(chunk)
             except OSError as error:
@@ -170,7 +168,7 @@ class DiskTier:
             self._grow()
         if not self._free:
             owner = self._residents.owner_behind(chunk.parent)
-            evicted = self._residents.pop_oldest_leaf(keep=chunk.parent, owner=owner)
+            evicted = self._residents.evict(keep=chunk.parent, owner=owner)
             if evicted is not None:
                 self._free.append(evicted.slot)
         return self._free.pop() if self._free else None

@@ -4,8 +4,8 @@
                            └──────abandon──────────────────────────────────────────────────┘
 
 Only a resident chunk can be seen, and only a held one read. There is no thread that evicts ahead of need: a chunk that
-finds no free slot takes that of the least recently used leaf nobody holds, and is dropped where there is none. A parent
-stays as long as a child does, and a child without its parent is not taken in. Any thread.
+finds no free slot takes that of a leaf nobody holds (`residents` says of which), and is dropped where there is none. A
+parent stays as long as a child does, and a child without its parent is not taken in. Any thread.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 
 from cache.geometry import CacheMemoryError, InvalidConfig
 from cache.offload.chunks import Chunk, TokenIds
+from cache.offload.residents import Resident, Residents
 from cache.offload.staging import aligned
-from cache.offload.tiers import Resident, Residents, TierStatus
+from cache.offload.tiers import TierStatus
 
 PIECE_BYTES = 1 << 30
 """Most bytes of one allocation: pinned ones are rounded up to a power of two."""
@@ -83,12 +84,15 @@ class HostSlab:
         with self._lock:
             return self._find(chunk) is not None
 
-    def is_kept(self, chunk: Chunk) -> bool:
-        """Whether it is resident, and counts as used now, or being filled."""
+    def is_kept(self, chunk: Chunk, *, is_wanted_again: bool = False) -> bool:
+        """Whether it is resident or being filled.
+
+        is_wanted_again: another one than who brought it in has it in the pool.
+        """
         with self._lock:
             entry = self._find(chunk)
-            if entry is not None:
-                self._residents.touch(entry)
+            if entry is not None and is_wanted_again:
+                self._residents.wanted_again(entry)
             return entry is not None or chunk.key in self._filling
 
     def leading(self, chunks: list[Chunk]) -> int:
@@ -148,16 +152,19 @@ class HostSlab:
             if entry is None:
                 return None
             entry.holds += 1
-            self._residents.touch(entry)
             return self._memory(entry.slot)
 
     def fetch(self, chunk: Chunk) -> torch.Tensor | None:
         """`hold`, counted as a hit or a miss: for the first look of whoever wants the chunk in the pool."""
-        memory = self.hold(chunk)
         with self._lock:
-            self.hits += memory is not None
-            self.misses += memory is None
-        return memory
+            entry = self._find(chunk)
+            self.hits += entry is not None
+            self.misses += entry is None
+            if entry is None:
+                return None
+            self._residents.wanted_again(entry)
+            entry.holds += 1
+            return self._memory(entry.slot)
 
     def missed(self) -> None:
         """Count one that somebody wanted and did not try to `fetch`."""
@@ -200,7 +207,7 @@ class HostSlab:
     def _take_slot(self, chunk: Chunk, owner: bytes) -> int | None:
         if self._free:
             return self._free.pop()
-        evicted = self._residents.pop_oldest_leaf(keep=chunk.parent, owner=owner)
+        evicted = self._residents.evict(keep=chunk.parent, owner=owner)
         if evicted is None:
             return None
         del self._tokens[evicted.key]

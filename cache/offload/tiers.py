@@ -1,4 +1,4 @@
-"""What tiers below the pool have in common: their interface, their faults, a breaker, and who is evicted first.
+"""What tiers below the pool have in common: their interface, their faults, and a breaker.
 
 Knows no storage. A tier may lose anything at any time; what it may not do is return wrong bytes or keep anybody waiting
 past its own deadlines.
@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
 from typing import Literal, Protocol, TypeVar
 
 from cache.geometry import CacheError
@@ -82,9 +81,6 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Nothing may be under way."""
-
-
-# --- the breaker ------------------------------------------------------------------------------------------------------
 
 
 class Breaker:
@@ -239,134 +235,3 @@ class Guarded:
         with self._lock:
             self.counts[what] += 1
             self._traffic.errors += errors
-
-
-# --- who goes first ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Resident:
-    """A chunk that a tier has, in one of its slots."""
-
-    key: bytes
-    parent: bytes
-    slot: int
-    holds: int = 0
-    """Users that forbid eviction."""
-    last_used: int = 0
-    owner: bytes = b""
-    """What the path begins behind: the root of its namespace, so another one for each salt. `Residents.add` sets it."""
-
-
-class Residents:
-    """A tier's chunks by key, and which one to evict: a leaf, the least recently used. Not locked.
-
-    A chunk is of use only behind its parent, so parents outlive their children: what has children here is no leaf.
-    Among owners, half of a fair share is safe: who makes room for itself takes nothing of an owner that has no more
-    than that. The other half goes to whoever uses it, so that one owner alone has everything.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[bytes, Resident] = {}
-        self._num_children: Counter[bytes] = Counter()  # parent's key -> children here, whether or not it is here
-        self._sizes: Counter[bytes] = Counter()  # chunks by owner
-        # By owner, a heap of (last used, key); stale entries are skipped.
-        self._leaves: dict[bytes, list[tuple[int, bytes]]] = {}
-        self._num_offers = 0
-        self._now = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def entries(self) -> list[Resident]:
-        return list(self._entries.values())
-
-    @property
-    def total_holds(self) -> int:
-        return sum(entry.holds for entry in self._entries.values())
-
-    def get(self, key: bytes) -> Resident | None:
-        return self._entries.get(key)
-
-    def add(self, entry: Resident) -> None:
-        assert entry.key not in self._entries
-        entry.owner = self.owner_behind(entry.parent)
-        self._sizes[entry.owner] += 1
-        self._entries[entry.key] = entry
-        self._num_children[entry.parent] += 1
-        self.touch(entry)
-
-    def owner_behind(self, parent: bytes) -> bytes:
-        """Whose a chunk behind this parent is. A parent that is not here counts as the beginning."""
-        entry = self._entries.get(parent)
-        return parent if entry is None else entry.owner
-
-    def touch(self, entry: Resident) -> None:
-        """It was used just now."""
-        self._now += 1
-        entry.last_used = self._now
-        self._offer(entry)
-
-    def remove(self, entry: Resident) -> None:
-        del self._entries[entry.key]
-        self._sizes[entry.owner] -= 1
-        if not self._sizes[entry.owner]:
-            del self._sizes[entry.owner]
-        self._num_children[entry.parent] -= 1
-        if not self._num_children[entry.parent]:
-            del self._num_children[entry.parent]
-            parent = self._entries.get(entry.parent)
-            if parent is not None:
-                self._offer(parent)
-
-    def pop_oldest_leaf(self, *, keep: bytes, owner: bytes) -> Resident | None:
-        """Take out the least recently used leaf that nobody holds, but not `keep`. None: there is none.
-
-        owner: who makes room for itself. Takes time by the number of owners.
-        """
-        num_owners = len(self._sizes) + (owner not in self._sizes)
-        safe = len(self._entries) // (2 * num_owners)
-        found: Resident | None = None
-        for other, leaves in list(self._leaves.items()):
-            if other != owner and self._sizes[other] <= safe:
-                continue
-            oldest = self._oldest(leaves, keep, before=found.last_used if found else self._now + 1)
-            found = oldest or found
-            if not leaves:
-                del self._leaves[other]
-        if found is not None:
-            self.remove(found)
-        return found
-
-    def _oldest(self, leaves: list[tuple[int, bytes]], keep: bytes, *, before: int) -> Resident | None:
-        """Of one owner's heap: the first leaf that may go and was used before that. Stale entries are dropped."""
-        passed_over: list[tuple[int, bytes]] = []
-        found = None
-        while leaves and leaves[0][0] < before:
-            last_used, key = leaves[0]
-            entry = self._entries.get(key)
-            if entry is None or entry.last_used != last_used or key in self._num_children:
-                heappop(leaves)
-                self._num_offers -= 1
-            elif entry.holds or key == keep:
-                passed_over.append(heappop(leaves))
-            else:
-                found = entry
-                break
-        for item in passed_over:
-            heappush(leaves, item)
-        return found
-
-    def _offer(self, entry: Resident) -> None:
-        if entry.key in self._num_children:
-            return
-        heappush(self._leaves.setdefault(entry.owner, []), (entry.last_used, entry.key))
-        self._num_offers += 1
-        if self._num_offers > 2 * len(self._entries) + 64:
-            self._leaves.clear()
-            for key, other in self._entries.items():
-                if key not in self._num_children:
-                    self._leaves.setdefault(other.owner, []).append((other.last_used, key))
-            for leaves in self._leaves.values():
-                heapify(leaves)
-            self._num_offers = sum(map(len, self._leaves.values()))
