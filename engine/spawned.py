@@ -120,8 +120,10 @@ class _Child:
     sealer: Sealer = field(default_factory=Sealer)
 
     def signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        # Not by send_signal: it looks for the exit status first, and takes it from asyncio's thread that waits for it.
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def close(self) -> None:
         """Behind its exit."""

@@ -18,6 +18,7 @@ import pytest
 from engine.client import ProcessClient
 from engine.config import EngineConfig
 from engine.errors import CellserveError, ConfigError, Draining, EngineUnavailable, ModelError, QueueFull
+from engine.spawned import _Child
 from engine.types import SamplingParams
 from engine.wire import Garbled, Opener, Sealer, Stop, Submit, decode_from_engine, decode_to_engine, encode
 from support.running import TIMEOUT_S, asyncio_test, read, request
@@ -287,6 +288,15 @@ async def test_a_temporary_folder_too_deep_for_a_socket_is_an_error_that_says_wh
     assert list(deep.iterdir()) == []
     assert client.phase.name == "dead"
     await client.close()
+
+
+def test_a_signal_to_a_child_that_has_ended_leaves_its_exit_status_to_whoever_waits_for_it() -> None:
+    process: Any = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    nothing: Any = None
+    _Child(process, nothing, nothing, nothing).signal(signal.SIGTERM)
+    assert os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    assert process.wait() == 7
 
 
 def test_what_is_no_message_is_refused_at_both_ends() -> None:
