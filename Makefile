@@ -69,10 +69,10 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m engine.bench $(ARGS)
 
-# In an environment of its own, so that the auditor is not among what it audits. What it could not look up, it lists.
+# In an environment of its own, so that the auditor is not among what it audits. Fails where it could not look things up.
 audit: $(READY)
 	@test -x .venv/audit/bin/pip-audit || { $(BIN)/python -m venv .venv/audit && .venv/audit/bin/pip install --quiet pip-audit; }
-	.venv/audit/bin/pip-audit --progress-spinner off --path "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')" $(ARGS)
+	$(BIN)/python scripts/audit.py .venv/audit/bin/pip-audit $(ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist

@@ -9,8 +9,11 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from scripts import audit
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("server", "engine", "cache", "static_graphs")
@@ -200,3 +203,29 @@ def test_the_licence_of_every_dependency_lets_us_serve_with_it(name: str) -> Non
     licence = " ".join([told.get("License-Expression") or "", (told.get("License") or "")[:200], *classifiers])
     assert LICENCES.search(licence), licence
     assert not re.search(r"(?<!L)GPL|SSPL|BUSL|Commons Clause", licence), licence
+
+
+def audited(**packages: dict[str, Any]) -> tuple[int, str]:
+    report = {"dependencies": [{"name": name, **told} for name, told in packages.items()]}
+    code, lines = audit.verdict(report, {"torch": "2.13.0+cpu", "idna": "3.10"})
+    return code, "\n".join(lines)
+
+
+def test_an_audit_that_could_not_look_up_a_package_fails_and_names_it() -> None:
+    """S19: nothing known of what nobody looked up is no good news."""
+    clean: dict[str, Any] = {"version": "3.10", "vulns": []}
+    skipped = {"skip_reason": "not found on PyPI"}
+    assert audited(idna=clean) == (0, "1 of 1 packages were looked up")
+    code, told = audited(idna=skipped, h11=clean)
+    assert code == 2
+    assert "1 of 2 packages were looked up" in told
+    assert told.splitlines()[-1].endswith(": idna")
+    assert audited(idna=clean, torch=skipped, cellserve=skipped)[0] == 0, "what no index has"
+
+
+def test_an_audit_names_each_known_fault_and_where_it_is_mended() -> None:
+    """S19."""
+    fault = {"id": "PYSEC-1", "fix_versions": ["3.11"]}
+    code, told = audited(idna={"version": "3.10", "vulns": [fault]}, h11={"skip_reason": "not found"})
+    assert code == 1
+    assert "idna 3.10: PYSEC-1, fixed in 3.11" in told
