@@ -1,4 +1,4 @@
-"""A full server refuses before it works: whatever a request brings, its refusal reads none of it. Real sockets."""
+"""More than a server can take: refused before it is read, ended when it never comes. Real sockets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
+from server.http_protocol import Protocol
 from server.settings import Settings
-from support.live_server import TIMEOUT_S, LiveServer, live_server, until
+from support.live_server import TIMEOUT_S, LiveServer, live_server, read_to_end, until
 from support.scripted import ScriptedExecutor, scripted_client
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
@@ -107,3 +109,22 @@ def test_r2_with_one_place_free_a_request_that_asks_for_more_is_read_and_told_ho
     assert "3 of 4 sequences are taken, 2 more asked for" in answer.json()["error"]["message"]
     executor.release()
     holder.join()
+
+
+def test_r9_500_senders_that_never_finish_are_ended_and_hold_up_nobody(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Protocol, "header_s", 0.5)
+    monkeypatch.setattr(Protocol, "body_s", 0.5)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    with ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection((server.host, server.port), TIMEOUT_S)) for _ in range(500)
+        ]
+        for number, connection in enumerate(slow):
+            connection.sendall(head if number % 2 else head + b"Content-Length: 100\r\n\r\n{")
+        body = {"prompt": [5], "max_tokens": 3}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        for connection in slow:
+            assert read_to_end(connection).startswith(b"HTTP/1.1 408 ")
+    until(lambda: server.call(lambda: len(server.connections)) <= 1)  # the client's own

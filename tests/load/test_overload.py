@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from support.faulty import FaultyServer
+from support.faulty import Bench, FaultyServer
 from support.letters import text_of
-from tests.load.overload import Answer, Asked, Clients, Connection
+from tests.load.overload import Answer, Asked, Clients, Connection, Told
 
 
 def answer(*texts: str, end: str | None = "length", tail: str = "data: [DONE]\n\n") -> Answer:
@@ -30,9 +30,21 @@ def test_only_an_answer_that_is_whole_and_right_counts() -> None:
     assert not asked.is_answered_by(answer(text, tail='data: {"error": {"code": "x"}}\n\ndata: [DONE]\n\n'))
 
 
-def test_r1_r2_three_times_the_clients_get_whole_answers_or_are_told_when_to_come(tmp_path: Path) -> None:
+async def bounded(server: FaultyServer, clients: Clients) -> Told:
+    """Three times as many as the places, while nothing ever counts more than those."""
+    asking = asyncio.ensure_future(clients.run("closed", 24))
+    async with server.client() as client:
+        bench = Bench(server, client)
+        while not asking.done():
+            assert await bench.metric("vllm:num_requests_running") <= 4
+            assert await bench.metric("vllm:num_requests_waiting") <= 4
+            assert (await client.get("/test/check")).json()["api"]["slots"] <= 8
+    return await asking
+
+
+def test_r1_r2_r3_three_times_the_clients_get_whole_answers_or_are_told_when_to_come(tmp_path: Path) -> None:
     with FaultyServer(tmp_path, "--max-num-seqs", "4", "--max-waiting", "4") as server:
-        told = asyncio.run(Clients(server.url, 0.5, warm_up_s=0.0).run("closed", 24))
+        told = asyncio.run(bounded(server, Clients(server.url, 0.5, warm_up_s=0.0)))
     assert told.wrong == told.unspecific == 0
     assert told.answers > 0
 
