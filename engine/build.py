@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 CPU_WIDTHS = (1, 2, 4, 8, 16)
 """Padding is free where a step waits for weights; wider steps run at their exact size."""
 CPU_POOL_BYTES = 4 << 30
-CPU_PREFILL = (512, 256, 64)
-"""Tokens of a step without decodes, of a step beside decodes (at least), of one session's turn."""
+CPU_PREFILL = (512, 256)
+"""Tokens of a step without decodes, of a step beside decodes (at least)."""
 CUDA_WIDTHS = (1, 2, 4, *range(8, 257, 8), 384, 512, 768, 1024)
-CUDA_PREFILL = (8192, 1024, 256)
+CUDA_PREFILL = (8192, 1024)
 """The second is the widest captured width: prompts beside 256 decodes come at up to 768 tokens a step."""
 
 
@@ -162,12 +162,16 @@ def _widths(config: EngineConfig, ladder: tuple[int, ...], kv_cells: int) -> tup
     return config.widths
 
 
-def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, int, int]) -> SchedulerLimits:
-    """Beside decodes a step is kept as narrow as the widest static method, so that inter-token latency holds (D10)."""
-    budget, beside_decodes, chunk = prefill
+def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, int]) -> SchedulerLimits:
+    """Beside decodes a step is kept as narrow as the widest static method, so that inter-token latency holds (D10).
+
+    Prompts take turns of as many tokens: those that fit one go in order of arrival, and longer ones hold them up no
+    more than about a step.
+    """
+    budget, beside_decodes = prefill
     budget = config.max_num_batched_tokens or max(budget, 2 * widths[-1])
-    chunk = min(chunk, budget)
-    mixed = max(widths[-1], min(beside_decodes, budget), config.num_seqs + chunk)
+    beside_all = config.num_seqs + min(beside_decodes // 4, budget)  # prompts go on beside the most decodes too
+    mixed = max(widths[-1], min(beside_decodes, budget), beside_all)
     if config.max_num_mixed_tokens is not None:
         mixed = config.max_num_mixed_tokens
         if mixed <= config.num_seqs:
@@ -175,12 +179,11 @@ def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, i
                 f"max_num_mixed_tokens is {mixed}: a step must have room for {config.num_seqs} decodes "
                 f"(max_num_seqs) and a prompt's token, so give at least {config.num_seqs + 1}"
             )
-        chunk = min(chunk, mixed - config.num_seqs)
-        if mixed > max(budget, config.num_seqs + chunk):
+        if mixed > max(budget, beside_all):
             raise ConfigError(
                 f"max_num_mixed_tokens is {mixed}, but a step takes at most {budget} tokens (max_num_batched_tokens)"
             )
-    return SchedulerLimits(max_num_seqs=config.num_seqs, prefill_budget=budget, mixed_budget=mixed, prefill_chunk=chunk)
+    return SchedulerLimits(max_num_seqs=config.num_seqs, prefill_budget=budget, mixed_budget=mixed, prefill_chunk=mixed)
 
 
 def _device(name: str) -> torch.device:

@@ -52,7 +52,7 @@ class EngineConfig:
     """Tokens of a step while nothing decodes (D10's prefill budget)."""
     max_num_mixed_tokens: int | None = None
     """Tokens of a step in which something decodes. Few keep inter-token latency even while prompts arrive, many end a
-    batch sooner. None: the widest captured step; at most max_num_batched_tokens."""
+    batch sooner; a prompt has as many in one turn. None: the widest captured step; at most max_num_batched_tokens."""
     max_waiting: int = 256
     """Requests beyond max_num_seqs that may queue before a 429."""
     kv_cells: int | None = None

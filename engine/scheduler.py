@@ -1,8 +1,9 @@
-"""What runs in the next step: decodes first, then prefill chunks in rotation, both as far as budgets and cells allow.
+"""What runs in the next step: decodes first, then prompts in turns, both as far as budgets and cells allow.
 
 Pure bookkeeping over sessions: no clock, no executor, no tokens' values. Engine thread only. The rules are DESIGN D10
 and executor spec SCH-*; it differs from that scheduler in holding sessions instead of queued tasks, so that budgets may
-change from step to step and a preempted session is simply waiting again.
+change from step to step and a preempted session is simply waiting again, and in cutting what does not fit a step, where
+that scheduler skips it.
 """
 
 from __future__ import annotations
@@ -30,20 +31,16 @@ class SchedulerLimits:
     mixed_budget: int
     """Tokens of a step in which something decodes: small enough that inter-token latency holds."""
     prefill_chunk: int
-    """What one session takes in one turn of the rotation."""
+    """What one session has in one turn of the rotation, be it in one step or in several."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "prefill_budget", "mixed_budget", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.prefill_chunk > self.prefill_budget:
+        if self.mixed_budget <= self.max_num_seqs:  # SCH-12: neither class starves the other
             raise ConfigError(
-                f"prefill_chunk is {self.prefill_chunk}, but a step takes at most {self.prefill_budget} tokens"
-            )
-        if self.mixed_budget < self.max_num_seqs + self.prefill_chunk:  # SCH-12: neither class starves the other
-            raise ConfigError(
-                f"a step beside decodes takes {self.mixed_budget} tokens: it must hold max_num_seqs "
-                f"({self.max_num_seqs}) decodes and one prefill chunk ({self.prefill_chunk})"
+                f"mixed_budget is {self.mixed_budget}: a step beside decodes must hold {self.max_num_seqs} of them "
+                f"(max_num_seqs) and a prompt's token, so it must be at least {self.max_num_seqs + 1}"
             )
 
 
@@ -63,6 +60,8 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._running: list[Session] = []  # in order of admission
         self._rotation: deque[Session] = deque()  # running sessions that still prefill, next to be served first
+        self._in_turn: Session | None = None  # the first of them, when a step ended in the middle of its turn
+        self._turn_left = 0  # tokens that it has still to get then
         self._suspect: Session | None = None  # the running one, if it has not got through yet
         self._is_suspects_turn = False  # as the last step was given out, while one runs
 
@@ -90,7 +89,7 @@ class Scheduler:
         self._running.append(session)
         if session.is_suspect:
             self._suspect = session
-        if not session.is_decoding:
+        elif not session.is_decoding:  # a suspect runs alone until it has drawn, and decodes from then on
             self._rotation.append(session)
 
     def remove(self, session: Session) -> None:
@@ -98,6 +97,8 @@ class Scheduler:
         self._waiting.discard(session)
         if session is self._suspect:
             self._suspect = None
+        if session is self._in_turn:
+            self._in_turn = None  # should it come back, it begins anew at the tail
         for place in (self._running, self._rotation):
             if session in place:
                 place.remove(session)
@@ -163,7 +164,7 @@ class Scheduler:
         return victim
 
     def next_takes(self, free_cells: int) -> list[Take]:
-        """Decodes in order of admission, then prefill chunks in the order taken (SCH-8).
+        """Decodes in order of admission, then prompts in the order taken (SCH-8). The caller runs all of it.
 
         A suspect goes alone, in every other step while others run: there may be many, one behind another.
         """
@@ -181,32 +182,32 @@ class Scheduler:
         decodes = [session for session in self._running if session.is_decoding and session is not without]
         decodes = decodes[: min(self.limits.mixed_budget, free_cells)]
         budget = self.limits.mixed_budget - len(decodes) if decodes else self.limits.prefill_budget
-        return [Take(session, 1) for session in decodes] + self._prefill_takes(
-            budget, free_cells - len(decodes), without
-        )
+        return [Take(session, 1) for session in decodes] + self._prefill_takes(budget, free_cells - len(decodes))
 
-    def _prefill_takes(self, budget: int, free_cells: int, without: Session | None) -> list[Take]:
-        """Passes over the rotation, one chunk a session and pass, until a pass makes no progress (SCH-5..7).
+    def _prefill_takes(self, budget: int, free_cells: int) -> list[Take]:
+        """Turns of `prefill_chunk` tokens over the rotation until the budget, the cells or the prompts end (SCH-5..7).
 
-        A chunk that does not fit the budget is skipped, a smaller one behind it may go; a chunk that does not fit
-        the cells is cut. A session's chunks of one step are one take.
+        Who has had a turn goes to the tail; whom the budget or the cells cut stays first, with the rest of the turn. A
+        session's turns of one step are one take.
         """
         left = {s: s.remaining for s in self._rotation if s.remaining > 0 and not s.is_decoding}
+        self._rotation = deque(left)
         counts: dict[Session, int] = {}
-        progress = True
-        while progress and budget > 0 and free_cells > 0:
-            progress = False
-            for session, remaining in left.items():
-                count = min(self.limits.prefill_chunk, remaining, free_cells)
-                if count == 0 or count > budget or session is without:
-                    continue
-                counts[session] = counts.get(session, 0) + count
-                left[session] -= count
-                budget -= count
-                free_cells -= count
-                progress = True
-        unserved = [session for session in left if session not in counts]
-        self._rotation = deque(unserved + [session for session in counts if left[session]])
+        room = min(budget, free_cells)
+        while self._rotation and room > 0:
+            session = self._rotation[0]
+            turn = self._turn_left if session is self._in_turn else self.limits.prefill_chunk
+            count = min(turn, left[session], room)
+            counts[session] = counts.get(session, 0) + count
+            left[session] -= count
+            room -= count
+            self._in_turn = None
+            if left[session] == 0:
+                self._rotation.popleft()
+            elif count == turn:
+                self._rotation.rotate(-1)
+            else:
+                self._in_turn, self._turn_left = session, turn - count
         return [Take(session, count) for session, count in counts.items()]
 
 

@@ -200,7 +200,7 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             description="tokens of a step in which something decodes: few keep inter-token latency, many end a batch "
-            "sooner (not given: the widest captured step)",
+            "sooner; a prompt has as many in one turn (not given: the widest captured step)",
         ),
         Option("scheduling", "engine/build.py", "tokens"),
     ] = None

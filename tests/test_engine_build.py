@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from cache.geometry import Geometry, LayerGeometry
-from engine.build import _kv_cells, build_engine
+from engine.build import CPU_PREFILL, CPU_WIDTHS, CUDA_PREFILL, CUDA_WIDTHS, _kv_cells, _limits, build_engine
 from engine.config import EngineConfig
+from engine.scheduler import SchedulerLimits
 from support.tiny_models import tiny_llama
 from support.tiny_tokenizer import write_byte_level
 
@@ -27,6 +28,18 @@ def test_memory_for_more_cells_than_can_be_addressed_gives_as_many_as_can() -> N
     two_bytes_each_side = Geometry((LayerGeometry(1, 1, 1),))
     config = EngineConfig("m", kv_cache_gib=16.0)
     assert _kv_cells(config, two_bytes_each_side, torch.bfloat16, torch.device("cpu")) == 2**31 - 2
+
+
+def test_a_step_beside_decodes_is_the_widest_captured_one_and_a_turn_is_as_long() -> None:
+    assert _limits(EngineConfig("m"), CUDA_WIDTHS, CUDA_PREFILL) == SchedulerLimits(256, 8192, 1024, 1024)
+    few = EngineConfig("m", max_num_seqs=16)
+    assert _limits(few, CPU_WIDTHS, CPU_PREFILL) == SchedulerLimits(16, 512, 256, 256)
+    narrow = EngineConfig("m", max_num_mixed_tokens=257)
+    assert _limits(narrow, CUDA_WIDTHS, CUDA_PREFILL) == SchedulerLimits(256, 8192, 257, 257)
+
+
+def test_prompts_go_on_beside_more_decodes_than_a_captured_step_holds() -> None:
+    assert _limits(EngineConfig("m", max_num_seqs=2000), CUDA_WIDTHS, CUDA_PREFILL).mixed_budget == 2000 + 256
 
 
 def test_the_models_own_sampling_values_are_the_defaults_unless_told_otherwise(tmp_path: Path) -> None:

@@ -38,19 +38,73 @@ def step(scheduler, free=PLENTY):
     return [(take.session.arrival, take.count) for take in takes]
 
 
-def test_sch_13_chunks_rotate_and_a_lone_session_takes_several():
+def test_sch_13_prompts_take_turns_and_a_lone_one_takes_several():
     """SCH-7."""
     queue = scheduler(seqs=2, prefill=10, mixed=10, chunk=4)
     run(queue, session(10, 16, max_new=1), session(20, 8, max_new=1))
-    assert [step(queue) for _ in range(3)] == [[(10, 4), (20, 4)], [(10, 4), (20, 4)], [(10, 8)]]
+    assert [step(queue) for _ in range(3)] == [[(10, 6), (20, 4)], [(10, 6), (20, 4)], [(10, 4)]]
 
 
-def test_sch_13_a_chunk_that_does_not_fit_is_skipped_and_comes_first_next_time():
-    """SCH-5."""
+def test_sch_13_what_does_not_fit_is_cut_and_goes_on_first_in_the_next_step():
+    """SCH-5, which skips it."""
     queue = scheduler(prefill=9, mixed=12, chunk=4)
     run(queue, *(session(a, size, max_new=1) for a, size in [(10, 4), (20, 3), (30, 4), (40, 2), (50, 4)]))
-    assert step(queue) == [(10, 4), (20, 3), (40, 2)]
-    assert step(queue) == [(30, 4), (50, 4)]
+    assert step(queue) == [(10, 4), (20, 3), (30, 2)]
+    assert step(queue) == [(30, 2), (40, 2), (50, 4)]
+
+
+def test_sch_5_a_cut_turn_goes_on_with_its_rest_alone_whatever_cut_it():
+    queue = scheduler(prefill=6, mixed=12, chunk=4)
+    run(queue, *(session(a, 60, max_new=1) for a in (10, 20)))
+    assert step(queue) == [(10, 4), (20, 2)]
+    assert step(queue, free=1) == [(20, 1)]
+    assert step(queue, free=0) == []
+    assert step(queue) == [(20, 2), (10, 4)]
+
+
+def test_sch_5_a_turn_that_ends_with_the_step_is_over():
+    queue = scheduler(prefill=4, mixed=12, chunk=4)
+    run(queue, *(session(a, 60, max_new=1) for a in (10, 20)))
+    assert [step(queue) for _ in range(3)] == [[(10, 4)], [(20, 4)], [(10, 4)]]
+
+
+def test_sch_5_a_turn_may_be_longer_than_a_step_and_a_long_prompt_gives_way_behind_it():
+    queue = scheduler(prefill=6, mixed=10, chunk=9)
+    run(queue, session(10, 100), session(20, 3, max_new=1), session(30, 12, max_new=1))
+    assert [step(queue) for _ in range(3)] == [[(10, 6)], [(10, 3), (20, 3)], [(30, 6)]]
+    assert [step(queue) for _ in range(3)] == [[(30, 3), (10, 3)], [(10, 6)], [(30, 3), (10, 3)]]
+
+
+def test_sch_9_who_leaves_within_a_turn_has_a_new_one_at_the_tail_when_it_comes_back():
+    queue = scheduler(prefill=6, mixed=12, chunk=4)
+    first, cut = session(10, 60), session(20, 60)
+    run(queue, first, cut)
+    assert step(queue) == [(10, 4), (20, 2)]
+    assert queue.preempt() is cut
+    cut.requeue()
+    assert step(queue) == [(10, 6)]
+    run(queue, cut)
+    assert [step(queue) for _ in range(3)] == [[(10, 2), (20, 4)], [(10, 4), (20, 2)], [(20, 2), (10, 4)]]
+
+
+def test_a_turn_ends_with_the_last_token_but_one_of_who_was_preempted_for_the_last_is_a_decode():
+    queue = scheduler(seqs=2, prefill=6, mixed=8, chunk=9)
+    again = session(10, 4)
+    again.tokens += [0, 0, 0]
+    run(queue, again, session(20, 20))
+    assert step(queue) == [(10, 6)]
+    assert step(queue) == [(10, 1), (20, 7)]
+    assert step(queue) == [(10, 1), (20, 7)]
+
+
+def test_r10_a_suspect_leaves_the_turn_of_another_as_it_was():
+    queue = scheduler(prefill=6, mixed=12, chunk=4)
+    run(queue, session(10, 60), session(20, 60))
+    assert step(queue) == [(10, 4), (20, 2)]
+    suspect = session(30, 9)
+    suspect.is_suspect = True
+    run(queue, suspect)
+    assert [step(queue) for _ in range(3)] == [[(30, 6)], [(20, 2), (10, 4)], [(30, 3)]]
 
 
 def test_sch_6_who_was_not_reached_comes_first_so_that_all_are_served_alike():
@@ -62,20 +116,20 @@ def test_sch_6_who_was_not_reached_comes_first_so_that_all_are_served_alike():
     assert [served.count(arrival) for arrival in (10, 20, 30)] == [6, 6, 6]
 
 
-def test_sch_12_decodes_are_never_delayed_by_prefill_and_a_chunk_always_fits_beside_them():
-    queue = scheduler(seqs=8, mixed=12, chunk=4)
+def test_sch_12_decodes_are_never_delayed_by_prefill_and_a_token_of_a_prompt_always_fits_beside_them():
+    queue = scheduler(seqs=8, mixed=9, chunk=4)
     decoding = [session(a, 1) for a in range(8)]
     run(queue, *decoding)
     step(queue)
     run(queue, session(9, 40))
-    assert step(queue) == [*((a, 1) for a in range(8)), (9, 4)]
+    assert step(queue) == [*((a, 1) for a in range(8)), (9, 1)]
 
 
 def test_sch_8_decodes_come_first():
     queue = scheduler()
     run(queue, session(1, 12), session(2, 1))
-    assert step(queue) == [(1, 8), (2, 1)]
-    assert step(queue) == [(2, 1), (1, 4)]
+    assert step(queue) == [(1, 9), (2, 1)]
+    assert step(queue) == [(2, 1), (1, 3)]
 
 
 def test_sch_4_each_session_decodes_once_a_step_in_order_of_admission():
@@ -88,8 +142,8 @@ def test_sch_4_each_session_decodes_once_a_step_in_order_of_admission():
 def test_a_step_without_decodes_has_the_wider_budget():
     queue = scheduler(seqs=2, prefill=64, mixed=6, chunk=4)
     run(queue, session(1, 100), session(2, 1))
-    assert step(queue) == [(1, 60), (2, 1)]
-    assert step(queue) == [(2, 1), (1, 4)]
+    assert step(queue) == [(1, 63), (2, 1)]
+    assert step(queue) == [(2, 1), (1, 5)]
 
 
 def test_run_14_a_prompt_of_one_token_is_prefill():
@@ -169,10 +223,10 @@ def test_nothing_is_scheduled_past_the_last_token_while_it_is_in_flight():
     assert queue.next_takes(PLENTY) == []
 
 
-def test_sch_1_the_mixed_budget_must_hold_the_decodes_and_one_chunk():
-    assert scheduler(seqs=8, mixed=12, chunk=4).is_empty
-    with pytest.raises(ConfigError, match="max_num_seqs"):
-        scheduler(seqs=8, mixed=11, chunk=4)
+def test_sch_1_the_mixed_budget_must_hold_the_decodes_and_one_token_of_a_prompt():
+    assert scheduler(seqs=8, mixed=9, chunk=40).is_empty
+    with pytest.raises(ConfigError, match=r"mixed_budget is 8: .* 8 of them \(max_num_seqs\) .* at least 9"):
+        scheduler(seqs=8, mixed=8, chunk=4)
 
 
 def test_r10_a_suspect_runs_alone_and_others_have_every_other_step():
