@@ -161,6 +161,18 @@ def test_a_server_without_memory_is_full_and_no_fault(server: Server, tier: Redi
     assert put(tier, path(1, 1)[0]) == [True]
 
 
+def test_a_server_that_refuses_to_be_written_is_a_fault(server: Server, tier: RedisTier) -> None:
+    """A replica, a wrong password, a failed save: not the same as being full, so the breaker must see it."""
+    with server.client() as client:
+        client.replicaof("127.0.0.1", 9)
+        try:
+            with pytest.raises(TierFault, match="writing to Redis: ReadOnlyError"):
+                put(tier, path(1, 1)[0])
+        finally:
+            client.replicaof("no", "one")
+    assert put(tier, path(1, 1)[0]) == [True]
+
+
 def test_a_url_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         RedisTier("http://somewhere", LAYOUT)

@@ -42,7 +42,7 @@ class RedisTier:
         from redis.retry import Retry
 
         self._faults: tuple[type[Exception], ...] = (redis.RedisError, OSError)
-        self._refused: type[Exception] = redis.ResponseError
+        self._full: type[Exception] = redis.OutOfMemoryError
         self._layout = layout
         self._ttl_s = ttl_s
         self._part_bytes = part_bytes
@@ -91,7 +91,7 @@ class RedisTier:
             pipeline.set(name, record[start : start + self._part_bytes], ex=self._ttl_s)
         try:
             pipeline.execute()
-        except self._refused:  # no memory left and nothing to evict
+        except self._full:  # and nothing to evict
             return False
         except self._faults as error:
             raise TierFault(f"writing to Redis: {type(error).__name__}") from error
