@@ -181,6 +181,16 @@ def test_a_folder_has_one_user_and_only_its_owner_may_read_it(open_tier: OpenTie
     assert (tmp_path / SPACE.digest.hex() / "record.json").read_text() == SPACE.record
 
 
+def test_a_folder_that_others_may_write_is_refused(open_tier: OpenTier, tmp_path: Path) -> None:
+    """Its name can be guessed, and a checksum is no defence against who writes what it says."""
+    (tmp_path / SPACE.digest.hex()).mkdir(mode=0o700)
+    (tmp_path / SPACE.digest.hex()).chmod(0o770)
+    with pytest.raises(InvalidConfig, match=r"may be written by others \(mode 770, owner .*\): .* chmod go-w"):
+        open_tier()
+    (tmp_path / SPACE.digest.hex()).chmod(0o755)
+    assert put(open_tier(), path(1, 1)[0]) == [True]
+
+
 def test_what_cannot_be_a_tier_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidConfig, match="cannot keep K/V in"):

@@ -52,7 +52,7 @@ class DiskTier:
 
         needs_parents: False where a chunk is of use without those before it, as behind a window.
 
-        Raises InvalidConfig: not a folder one may write, in use, or too small.
+        Raises InvalidConfig: not a folder one may write, one that others may write too, in use, or too small.
         """
         self._layout = layout
         self._capacity_bytes = capacity_bytes
@@ -71,6 +71,7 @@ class DiskTier:
         self._sequence = 0
         try:
             self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(self._own)
             self._lock_file = _locked(folder / "lock")
             try:
                 _write_small(self._own / "record.json", namespace.record)
@@ -280,6 +281,16 @@ def clear_folder(folder: Path) -> None:
         for path in segments:
             path.unlink(missing_ok=True)
         os.close(lock)
+
+
+def _check_owner(folder: Path) -> None:
+    """Whoever can write there chooses what this server takes for its own K/V."""
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise InvalidConfig(
+            f"{folder} may be written by others (mode {found.st_mode & 0o777:o}, owner {found.st_uid}): "
+            "give another folder, or take it over with chown and chmod go-w"
+        )
 
 
 def _locked(path: Path) -> int:
