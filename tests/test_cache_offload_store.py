@@ -169,6 +169,18 @@ def test_a_full_tier_or_a_long_queue_drops_copies_and_never_blocks(make_store: M
     assert (store.leading(chunks), tier.records) == (4, {})
 
 
+def test_a_bug_in_a_tier_leaves_nothing_held(make_store: MakeStore, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeTier):
+        def store(self, chunk, payload) -> bool:
+            raise RuntimeError("a bug")
+
+    store = make_store(Broken())
+    put(store, path(1, 2))
+    store.close()
+    assert (store.write_backs, store.host.holds) == (0, 0)
+    assert caplog.text.count("RuntimeError: a bug") == 2
+
+
 def test_a_closed_store_takes_nothing_in_and_has_copied_down_what_it_had(make_store: MakeStore) -> None:
     tier, chunks = FakeTier(), path(1, 3)
     store = make_store(tier)

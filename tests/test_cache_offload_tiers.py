@@ -88,6 +88,26 @@ def test_a_bad_record_is_an_answer_and_a_slow_answer_is_a_fault() -> None:
     assert [slow.known(path(1, 1)) for _ in range(4)] == [1, 1, 1, 0]
 
 
+class Broken(FakeTier):
+    """Raises what no tier should."""
+
+    def load(self, chunk, into) -> None:
+        raise RuntimeError("a bug")
+
+
+def test_a_tier_with_a_bug_is_broken_and_may_be_tried_again_like_any_other() -> None:
+    clock = Clock()
+    guarded, chunk = Guarded(Broken(), clock), path(1, 1)[0]
+    memory = memoryview(bytearray(PAYLOAD_BYTES))
+    for pause in (0, 0, 0, 5, 10):  # the last two are probes
+        clock.now_s += pause
+        with pytest.raises(RuntimeError, match="a bug"):
+            guarded.load(chunk, memory)
+    assert (guarded.breaker.state, guarded.traffic().errors) == ("open", 5)
+    clock.now_s += 20
+    assert guarded.breaker.allows()
+
+
 # --- the host slab ------------------------------------------------------------------------------------------------
 
 

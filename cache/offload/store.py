@@ -212,12 +212,12 @@ class Store:
     # -- On the writer thread
 
     def _write_back(self, chunk: Chunk) -> None:
+        memory = self.host.hold(chunk)
+        assert memory is not None, "a chunk waiting to be copied down is held"
+        self.host.release(chunk)  # `publish` holds it for us
         try:
-            memory = self.host.hold(chunk)
-            assert memory is not None, "a chunk waiting to be copied down is held"
             for guarded in self.tiers:
                 guarded.store(chunk, bytes_view(memory))
-            self.host.release(chunk)
         finally:
             self.host.release(chunk)
             self._end_write_back()

@@ -224,6 +224,10 @@ class Guarded:
             self._count("fault", errors=1)
             self.breaker.failed()
             return None
+        except BaseException:  # a bug, which somebody above logs; what the breaker let through has failed all the same
+            self._count("bug", errors=1)
+            self.breaker.failed()
+            raise
         if self._clock() - started > self._slow_s:
             self._count("slow", errors=1)
             self.breaker.failed()
