@@ -142,6 +142,53 @@ def test_nothing_is_fetched_past_the_deadline(make_store: MakeStore) -> None:
     assert tier.loads == []
 
 
+def test_what_host_memory_has_is_there_at_once_though_every_loader_hangs(make_store: MakeStore) -> None:
+    tier, chunks, others = FakeTier(), path(1, 4), (path(2, 1), path(3, 1))
+    store = make_store(tier)
+    put(store, chunks[:3])
+    assert store.flush(WAIT_S)
+    del tier.records[chunks[2].key]
+    tier.add([*others[0], *others[1], chunks[3]])
+    tier.hold()
+    hung = [ObjectStores([store]).prefetch(other, deadline_s=WAIT_S) for other in others]
+    assert all(tier.waiting.acquire(timeout=WAIT_S) for _ in hung)
+    whole = ObjectStores([store]).prefetch(chunks[:3], deadline_s=WAIT_S)
+    part = ObjectStores([store]).prefetch(chunks, deadline_s=WAIT_S)
+    assert (whole.arrived, whole.is_done, part.arrived, part.is_done) == (3, True, 3, False)
+    tier.release()
+    assert part.wait(WAIT_S)
+    assert part.arrived == 4
+    for job in (*hung, whole, part):
+        assert job.wait(WAIT_S)
+        job.close()
+
+
+def test_a_prefix_in_host_memory_that_is_longer_than_a_look_is_found_to_its_end(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cache.offload.objects.CHUNKS_AT_ONCE", 2)
+    store, chunks = make_store(), path(1, 5)
+    put(store, chunks)
+    assert arrived(store, chunks) == 5
+    assert (store.host.hits, store.host.misses) == (5, 0)
+
+
+def test_a_store_closed_while_a_tier_hangs_leaves_that_alone_and_what_comes_late_hurts_nobody() -> None:
+    tier, chunks = FakeTier(), path(1, 2)
+    tier.add(chunks)
+    tier.hold()
+    store = Store(HostSlab(PAYLOAD_BYTES, 4 * PAYLOAD_BYTES), [tier], num_loaders=1)
+    job = ObjectStores([store]).prefetch(chunks, deadline_s=WAIT_S)
+    assert tier.waiting.acquire(timeout=WAIT_S)
+    store.close(timeout_s=0.01)
+    assert (tier.is_closed, job.is_done, store.reserve(chunks[0])) == (False, False, None)
+    tier.release()
+    assert job.wait(WAIT_S)
+    assert job.arrived == 2
+    job.close()
+    assert store.host.holds == 0
+
+
 def test_a_second_reader_waits_for_the_first_no_longer_than_its_own_deadline(make_store: MakeStore) -> None:
     tier, chunks = FakeTier(), path(1, 1)
     tier.add(chunks)
@@ -253,6 +300,25 @@ def test_of_a_window_only_the_chunks_before_the_end_are_brought(make_objects: Ca
     assert job.arrived == 8
     assert tier.lane(1).loads == [chunks[7].key, chunks[6].key]
     job.close()
+
+
+def test_what_windows_need_is_there_at_once_too_where_host_memory_has_it(
+    make_objects: Callable[..., ObjectStores],
+) -> None:
+    tier, chunks = FakeTier(), path(1, 6)
+    objects = make_objects(tier, None, 2)
+    put(objects.stores[0], chunks)
+    put(objects.stores[1], chunks[4:])
+    assert objects.flush(WAIT_S)
+    tier.hold()
+    hung = [objects.prefetch(path(name, 1), deadline_s=WAIT_S) for name in (2, 3)]
+    tier.add(path(2, 1) + path(3, 1))
+    job = objects.prefetch(chunks, deadline_s=WAIT_S)
+    assert (job.arrived, job.is_done) == (6, True)
+    tier.release()
+    for each in (*hung, job):
+        assert each.wait(WAIT_S)
+        each.close()
 
 
 def test_a_shorter_prefix_is_taken_where_a_window_before_the_longer_ones_end_is_lost(

@@ -226,6 +226,29 @@ def test_a_fault_below_costs_the_hit_and_never_the_request(model: ToyDecoder, fa
     engine.close()
 
 
+def test_a_tier_that_hangs_costs_no_hit_in_host_memory(model: ToyDecoder) -> None:
+    tier, prompts = FakeTier(), [tokens(80 + number, 40) for number in range(4)]
+    first = Tiered(model, tier)
+    for number in range(3):
+        first.ask(str(number), prompts[number])
+    first.close()
+    engine = Tiered(model, tier)
+    engine.ask("in host memory", prompts[3])
+    assert engine.store.flush(WAIT_S)
+    engine.forget_pool()
+    tier.hold()
+    for number in range(3):
+        engine.submit(f"hung {number}", prompts[number], max_new_tokens=3, sampling=GREEDY)
+    assert all(tier.waiting.acquire(timeout=WAIT_S) for _ in engine.store._threads[:-1])
+    engine.submit("again", prompts[3], max_new_tokens=3, sampling=GREEDY)
+    while not any(update.finish for update in engine.updates if update.request_id == "again"):
+        engine.step()
+    assert engine.cached("again") == 32
+    tier.release()
+    engine.run()
+    engine.close()
+
+
 def test_a_restart_with_a_disk_finds_the_repeated_prompt(model: ToyDecoder, tmp_path: Path) -> None:
     prompt = tokens(8, 60)
     first = Tiered(model, folder=tmp_path)

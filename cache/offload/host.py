@@ -155,19 +155,18 @@ class HostSlab:
             return self._memory(entry.slot)
 
     def fetch(self, chunk: Chunk) -> torch.Tensor | None:
-        """`hold`, counted as a hit or a miss: for the first look of whoever wants the chunk in the pool."""
+        """`hold`, counted as a hit: for whoever wants the chunk in the pool. A miss it counts when it looks below."""
         with self._lock:
             entry = self._find(chunk)
-            self.hits += entry is not None
-            self.misses += entry is None
             if entry is None:
                 return None
+            self.hits += 1
             self._residents.wanted_again(entry)
             entry.holds += 1
             return self._memory(entry.slot)
 
     def missed(self) -> None:
-        """Count one that somebody wanted and did not try to `fetch`."""
+        """Count a chunk that somebody wanted in the pool and that is not here."""
         with self._lock:
             self.misses += 1
 

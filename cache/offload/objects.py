@@ -41,6 +41,10 @@ def needed_windows(groups: Groups) -> tuple[int | None, ...]:
     return windows if None in windows else (None, *windows[1:])
 
 
+CHUNKS_AT_ONCE = 256
+"""The engine thread looks for no more in host memory at a time: about a millisecond."""
+
+
 class Prefetch:
     """The chunks of one waiting request on their way into host memory.
 
@@ -57,6 +61,8 @@ class Prefetch:
         self._full_until = started + 0.8 * (until - started) if self._windowed else until
         self._lock = threading.Lock()
         self._held: list[tuple[Store, Chunk]] = []
+        self._count = 0
+        """Leading chunks of which `begin` has the full groups' objects."""
         self._arrived = 0
         self._is_closed = False
         self._is_done = threading.Event()
@@ -86,6 +92,38 @@ class Prefetch:
         for store, chunk in held:
             store.host.release(chunk)
 
+    # -- On the engine thread, before `run`
+
+    def begin(self) -> bool:
+        """Take what host memory has, which waits for nobody and no tier; -> whether `run` has anything left to do."""
+        count = 0
+        for chunk in self.chunks[:CHUNKS_AT_ONCE]:
+            if not all(self._take(lane, chunk) for lane in self._full):
+                break
+            count += 1
+        self._count = count
+        if not self._windowed:
+            self._arrived = count
+        if count < len(self.chunks) and self._may_come(self.chunks[count]):
+            return True
+        needed = [
+            (lane, chunk) for lane, window in self._windowed for chunk in self.chunks[max(0, count - window) : count]
+        ]
+        if not all(self._take(lane, chunk) for lane, chunk in needed):
+            return True
+        self._arrived = count
+        self._is_done.set()
+        return False
+
+    def _take(self, lane: Lane, chunk: Chunk) -> bool:
+        if lane.store.host.fetch(chunk) is None:
+            return False
+        self._held.append((lane.store, chunk))
+        return True
+
+    def _may_come(self, chunk: Chunk) -> bool:
+        return all(lane.store.may_have(chunk, lane.worth_s) for lane in self._full)
+
     # -- On a loader thread
 
     def run(self) -> None:
@@ -97,8 +135,8 @@ class Prefetch:
             self._is_done.set()
 
     def _bring_leading(self) -> int:
-        count = 0
-        for chunk in self.chunks:
+        count = self._count
+        for chunk in self.chunks[count:]:
             if self._is_closed or self._clock() >= self._full_until:
                 break
             if not all(self._bring(lane, chunk) for lane in self._full):
@@ -165,14 +203,16 @@ class ObjectStores:
         return all(lane.store.host.is_kept(chunk) for lane in self._lanes(math.inf) if lane.window is None)
 
     def prefetch(self, chunks: Sequence[Chunk], *, deadline_s: float, chunk_s: float = math.inf) -> Prefetch:
-        """Begin to bring up as many leading chunks as there are, until the deadline. Returns at once.
+        """Begin to bring up as many leading chunks as there are, until the deadline. Returns at once, with what host
+        memory has.
 
         chunk_s: as `may_have` has it.
         """
         first = self.stores[0]
         now = first.clock()
         job = Prefetch(self._lanes(chunk_s), chunks, now, now + deadline_s)
-        first.load_later(job.run)
+        if job.begin():
+            first.load_later(job.run)
         return job
 
     def _lanes(self, chunk_s: float) -> list[Lane]:

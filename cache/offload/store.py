@@ -118,6 +118,7 @@ class Store:
         """
         if self.host.fetch(chunk) is not None:
             return True
+        self.host.missed()
         while True:
             with self._lock:
                 filling = self._fills.get(chunk.key)
