@@ -108,12 +108,12 @@ class Overload:
     """From the last of them, until a request takes no more than twice the time that it takes alone."""
 
 
-async def overload(bench: Bench, seconds: float) -> Overload:
+async def overload(bench: Bench, seconds: float, open_seconds: float) -> Overload:
     """G7, G8, R1, R2. Clients run in processes of their own, by turns as many as fit and three times as many."""
     api, url = psutil.Process(bench.server.process.pid), bench.server.url
 
-    async def asked(mode: Mode, number: float, seconds: float) -> Told:
-        told = await beside(url, mode, number, seconds)
+    async def asked(mode: Mode, number: float, for_s: float) -> Told:
+        told = await beside(url, mode, number, for_s)
         assert told.busy < MOST_BUSY, f"clients that used {told.busy:.0%} of a core were measured, not the server"
         assert told.wrong == told.unspecific == 0, told
         return told
@@ -131,8 +131,8 @@ async def overload(bench: Bench, seconds: float) -> Overload:
         kept.append(await asked("closed", 3 * PLACES, seconds))
     peak = statistics.median(told.tokens / told.seconds for told in peaks)
     answers = statistics.median(told.answers / told.seconds for told in peaks)
-    refusals, before = asyncio.create_task(beside(url, "probe", 50, seconds)), api.memory_info().rss
-    told = await asked("open", 3 * answers, seconds)
+    refusals, before = asyncio.create_task(beside(url, "probe", 50, open_seconds)), api.memory_info().rss
+    told = await asked("open", 3 * answers, open_seconds)
     ended_s = time.perf_counter()
     while await once() > 2 * alone_s:
         pass
@@ -182,17 +182,22 @@ async def kill_to_told_and_ready(bench: Bench) -> tuple[float, float]:
     return told_s, time.perf_counter() - killed
 
 
-async def measure(server: FaultyServer, seconds: float, tell: Callable[[str, float, str, float | None], None]) -> None:
+async def measure(
+    server: FaultyServer,
+    seconds: float,
+    open_seconds: float,
+    tell: Callable[[str, float, str, float | None], None],
+) -> None:
     async with server.client() as client:
         bench = Bench(server, client)
         tell("G5 cancel to cells free, p99", 1000 * p99(await cancel_to_free(bench)), "ms", 250)
         tell("G9 /health in full load, p99", 1000 * p99(await health_in_load(bench)), "ms", 50)
-        seen = await overload(bench, seconds)
+        seen = await overload(bench, seconds, open_seconds)
         tell("G7 goodput kept with 3x the clients", 100 * seen.closed_kept, "%", 90)
         tell("R2 goodput kept with 3x the requests", 100 * seen.open_kept, "%", 90)
         tell("G8 refusal in overload, p99", p99(seen.refusal_ms), "ms", 100)
         tell("G8 refusal in overload, median", statistics.median(seen.refusal_ms), "ms", None)
-        tell(f"R2 API memory grown in {seconds:g} s of 3x the requests", seen.grown_mb, "MB", 50)
+        tell(f"R2 API memory grown in {open_seconds:g} s of 3x the requests", seen.grown_mb, "MB", 50)
         tell("R2 behind the overload: back to normal", seen.normal_again_s, "s", 10)
         told_s, ready_s = await kill_to_told_and_ready(bench)
         tell("G11 engine killed: clients told", told_s, "s", 1)
@@ -208,7 +213,8 @@ def p99(values: list[float]) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.load.reliability", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="append the figures to this file")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each part of the overload")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each round with clients that wait")
+    parser.add_argument("--open-seconds", type=float, default=20.0, help="of requests that come whatever happens")
     args = parser.parse_args(argv)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=TESTS.parent, capture_output=True, text=True
@@ -226,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as folder,
         FaultyServer(Path(folder), *FLAGS, model="letters-slow") as server,
     ):
-        asyncio.run(measure(server, args.seconds, tell))
+        asyncio.run(measure(server, args.seconds, args.open_seconds, tell))
     if args.json is not None:
         with args.json.open("a") as out:
             out.write("\n".join([*lines, ""]))
