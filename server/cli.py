@@ -24,9 +24,10 @@ from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.errors import CellserveError, ConfigError, ModelError
 from server import batch, bench, doctor, kv_command, run, settings, terminal_chat, workers
 from server.models import version
-from server.settings import ENV_PREFIX, Settings
+from server.options import ENV_PREFIX, Group, flag_name, option
+from server.settings import Settings
 
-_GROUPS: tuple[settings.Group, ...] = ("model", "cache", "scheduling", "API", "limits")
+_GROUPS: tuple[Group, ...] = ("model", "cache", "scheduling", "API", "limits")
 _EPILOG = (
     f"Each option is also an environment variable ({ENV_PREFIX}MAX_MODEL_LEN) and a key of the --config file"
     " (max_model_len). A flag wins over the environment, that over the file, that over the default."
@@ -129,15 +130,15 @@ def _add_options(parser: Parser, *, is_model_positional: bool = True) -> None:
             kind = {"action": argparse.BooleanOptionalAction}
         elif isinstance(info.default, tuple) or field == "widths":
             kind["action"] = "append"
-        group = groups[settings.option(field).group]
-        group.add_argument(settings.flag_name(field), default=argparse.SUPPRESS, help=_help(field), **kind)
+        group = groups[option(field).group]
+        group.add_argument(flag_name(field), default=argparse.SUPPRESS, help=_help(field), **kind)
     parser.add_argument("--config", metavar="FILE", default=None, help="YAML file of options")
 
 
 def _help(field: str) -> str:
     """Description, default, range and unit; argparse reads % as its own."""
     info = Settings.model_fields[field]
-    notes = [settings.option(field).unit, _range(info)]
+    notes = [option(field).unit, _range(info)]
     if info.default not in (None, ()) and info.annotation is not bool and field != "model":
         notes.append(f"default {info.default}")
     noted = ", ".join(note for note in notes if note)
@@ -213,9 +214,9 @@ def _show_config(args: argparse.Namespace) -> int:
     loaded = settings.load(flags_of(args), args.config)
     table = Table("option", "value", "unit", "from", "read by", box=None, header_style="bold")
     for field in Settings.model_fields:
-        option = settings.option(field)
+        about = option(field)
         value = _shown(getattr(loaded.settings, field))
-        table.add_row(field, value, option.unit, loaded.sources[field], option.reader)
+        table.add_row(field, value, about.unit, loaded.sources[field], about.reader)
     # Wide enough not to cut a value when the output is a pipe.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return run.EXIT_OK

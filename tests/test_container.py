@@ -20,7 +20,8 @@ import httpx
 import pytest
 import yaml
 
-from server.settings import ENV_PREFIX, Settings
+from server.options import ENV_PREFIX
+from server.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 FILES = ("compose.yaml", "compose.gpu.yaml")

@@ -46,7 +46,7 @@ HOMES = {
     "fastapi": ["server.*"],
     "starlette": ["server.*"],
     "uvicorn": ["server.run", "server.http_protocol", "server.body_writer"],
-    "pydantic_settings": ["server.settings"],
+    "pydantic_settings": ["server.options", "server.settings"],
 }
 """Third party -> the modules that may know it. Whoever wants it elsewhere asks them."""
 

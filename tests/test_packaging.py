@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import yaml
 
-from server.settings import ENV_PREFIX, Settings, flag_name, load
+from server.options import ENV_PREFIX, flag_name
+from server.settings import Settings, load
 
 ROOT = Path(__file__).parent.parent
 INSTALL = ROOT / "scripts" / "install.sh"

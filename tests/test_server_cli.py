@@ -16,7 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server import cli, run, settings
+from server import cli, run
+from server.options import ENV_PREFIX, flag_name
 from server.settings import Settings
 from support.live_server import until
 from support.scripted import scripted_info
@@ -26,7 +27,7 @@ from support.scripted_server import ROOT, ServerProcess, child_environment
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith(settings.ENV_PREFIX):
+        if name.startswith(ENV_PREFIX):
             monkeypatch.delenv(name)
 
 
@@ -112,7 +113,7 @@ def test_help_lists_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for field in Settings.model_fields:
-        assert field == "model" or settings.flag_name(field) in text
+        assert field == "model" or flag_name(field) in text
     for group in ("model:", "cache:", "scheduling:", "API:", "limits:"):
         assert f"\n{group}\n" in text
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import DEFAULT_MODEL_NAME, EngineConfig
 from engine.errors import ConfigError
-from server import settings
+from server.options import ENV_PREFIX, option
 from server.settings import Settings, load
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for field in (*Settings.model_fields, "config"):
-        monkeypatch.delenv(settings.ENV_PREFIX + field.upper(), raising=False)
+        monkeypatch.delenv(ENV_PREFIX + field.upper(), raising=False)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_every_engine_option_reaches_the_engine() -> None:
 @pytest.mark.parametrize("field", Settings.model_fields)
 def test_every_option_is_described_and_read_by_a_file_that_exists(field: str) -> None:
     assert Settings.model_fields[field].description
-    assert (ROOT / settings.option(field).reader).is_file()
+    assert (ROOT / option(field).reader).is_file()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from engine.loop import EngineLoop
 from engine.thread import ProgressCallback
 from engine.types import EngineInfo
 from server import cli, run, settings
+from server.options import ENV_PREFIX
 from server.settings import Settings
 from support.live_server import TIMEOUT_S
 from support.scripted import ScriptedExecutor, scripted_info, scripted_loop
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 def child_environment() -> dict[str, str]:
     """None of our variables, and the folders that pytest puts on the path."""
-    others = {name: value for name, value in os.environ.items() if not name.startswith(settings.ENV_PREFIX)}
+    others = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     return others | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 
 
