@@ -14,7 +14,7 @@ import pytest
 
 from engine.errors import ConfigError
 from server.settings import Settings
-from support.live_server import LiveServer, live_server
+from support.live_server import LiveServer, live_server, until
 from support.scripted import ScriptedExecutor, scripted_client
 
 
@@ -160,9 +160,12 @@ def test_a_stream_that_its_client_leaves_ends_its_span(
 ) -> None:
     executor.release(3)
     body = {"prompt": [5, 6], "max_tokens": 400, "stream": True}
+    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
     with server.http.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())
         executor.wait_held()
+    # Before the engine goes on: it could come to the end before the leaving was seen.
+    until(lambda: server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1)
     executor.release()
     told = attributes(receiver.span())
     assert told["http.response.status_code"] == 499
