@@ -125,7 +125,7 @@ def test_load_counts_what_runs_or_waits(server: LiveServer) -> None:
 def test_whoever_refuses_the_shape_is_one(
     server: LiveServer, method: str, path: str, body: bytes | None, status: int, code: str
 ) -> None:
-    answer = server.http.request(method, path, content=body)
+    answer = server.http.request(method, path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["X-Request-Id"]
@@ -140,7 +140,7 @@ def test_a_405_says_what_is_allowed(server: LiveServer) -> None:
 
 
 def test_json_is_taken_without_a_type_header(server: LiveServer) -> None:
-    assert server.http.post("/typed", content=b'{"a": 1}').json() == {"a": 1}
+    assert server.http.post("/v1/completions", content=b'{"prompt": [5], "max_tokens": 1}').status_code == 200
 
 
 def test_an_engines_refusal_is_counted_and_says_when_to_come_back(server: LiveServer) -> None:

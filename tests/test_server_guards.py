@@ -124,7 +124,8 @@ def test_bytes_that_are_no_http_get_the_usual_error(open_server: LiveServer) -> 
 )
 def test_a_body_is_json_whatever_curl_says_of_it(open_server: LiveServer, claimed: str | None) -> None:
     headers = {} if claimed is None else {"Content-Type": claimed}
-    assert open_server.http.post("/parsed", content=b'{"a": 1}', headers=headers).json() == {"a": 1}
+    answer = open_server.http.post("/v1/completions", content=b'{"prompt": [5], "max_tokens": 1}', headers=headers)
+    assert answer.status_code == 200
 
 
 def test_a_body_that_says_it_is_no_json_is_refused(open_server: LiveServer) -> None:
