@@ -20,14 +20,14 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import os
 import re
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine import logs
@@ -77,8 +77,8 @@ class Trace:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        request_hex = uuid.uuid4().hex
-        asked = Headers(scope=scope).get("x-request-id", "")
+        request_hex = os.urandom(16).hex()
+        asked = _header(scope, b"x-request-id") or ""
         request_id = asked if _SANE_REQUEST_ID.fullmatch(asked) else f"req-{request_hex}"
         # This task's alone, and that of the tasks it starts.
         logs.request_id.set(request_id)
@@ -97,7 +97,7 @@ class Trace:
         async def traced_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 answer.status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("ascii"))]
             elif message["type"] == "http.response.body" and not message.get("more_body", False):
                 answer.is_complete = True
             await send(message)
@@ -164,11 +164,11 @@ class Framing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            if sum(len(name) + len(value) + _EACH_HEADER for name, value in headers.raw) > MAX_HEADER_BYTES:
+            headers: list[tuple[bytes, bytes]] = scope["headers"]
+            if sum(len(name) + len(value) + _EACH_HEADER for name, value in headers) > MAX_HEADER_BYTES:
                 await errors.headers_too_large().response()(scope, receive, send)
                 return
-            if "transfer-encoding" in headers and "content-length" in headers:
+            if {b"transfer-encoding", b"content-length"} <= {name for name, _ in headers}:
                 message = "the request has both Content-Length and Transfer-Encoding: send one of them"
                 await errors.invalid_http(message).response()(scope, receive, send)
                 return
@@ -195,9 +195,8 @@ class OriginGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            origin = headers.get("origin")
-            if origin is not None and not self._lets_in(origin, headers.get("host", "")):
+            origin = _header(scope, b"origin")
+            if origin is not None and not self._lets_in(origin, _header(scope, b"host") or ""):
                 await errors.origin_not_allowed(origin).response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -239,7 +238,7 @@ class KeyGuard:
         if scope["type"] != "http" or not self._digests or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
-        key = _key_of(Headers(scope=scope))
+        key = _key_of(scope)
         # Header bytes were decoded as latin-1; this gives back what the client sent.
         digest = None if key is None else _digest(key.encode("latin-1"))
         if digest is not None and self._is_known(digest):
@@ -253,11 +252,11 @@ class KeyGuard:
         return any(matches)
 
 
-def _key_of(headers: Headers) -> str | None:
-    scheme, _, credentials = headers.get("authorization", "").partition(" ")
+def _key_of(scope: Scope) -> str | None:
+    scheme, _, credentials = (_header(scope, b"authorization") or "").partition(" ")
     if scheme.lower() == "bearer" and credentials.strip():
         return credentials.strip()
-    return headers.get("x-api-key") or None
+    return _header(scope, b"x-api-key") or None
 
 
 def _digest(key: bytes) -> bytes:
@@ -303,17 +302,15 @@ class MediaType:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            headers = MutableHeaders(scope=scope)
-            coding = headers.get("content-encoding", "identity").strip().lower()
+            coding = (_header(scope, b"content-encoding") or "identity").strip().lower()
             if coding != "identity":
                 await errors.unsupported_encoding(coding).response()(scope, receive, send)
                 return
-            claimed = headers.get("content-type", "").partition(";")[0].strip().lower()
+            claimed = (_header(scope, b"content-type") or "").partition(";")[0].strip().lower()
             is_json = claimed == "application/json" or claimed.endswith("+json")
             if not is_json and claimed not in ("", "application/x-www-form-urlencoded"):
                 await errors.unsupported_media_type(claimed).response()(scope, receive, send)
                 return
-            headers["content-type"] = "application/json"
         await self._app(scope, receive, send)
 
 
@@ -328,7 +325,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
+        declared = _header(scope, b"content-length") or ""
         # Of 4,300 digits and more Python makes no number.
         if declared.isascii() and declared.isdigit() and (len(declared) > 19 or int(declared) > self._max_bytes):
             await self._refuse(scope, receive, send)
@@ -365,6 +362,11 @@ class BodyLimit:
         # The rest of the body is still under way: only a new connection is free of it.
         error.headers["Connection"] = "close"
         await error.response()(scope, receive, send)
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    """The first of this name, in small letters. Every request passes here several times: no object is made of them."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
 class _TooLong(Exception):

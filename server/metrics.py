@@ -159,6 +159,8 @@ class Metrics:
             buckets=_HTTP_S,
             registry=self._registry,
         )
+        self._http_series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        """By method, handler and status: finding them by their labels takes longer than counting."""
 
     # What handlers report.
 
@@ -229,8 +231,13 @@ class Metrics:
     @_harmless
     def http_answered(self, *, method: str, handler: str, status: int, duration_s: float) -> None:
         """handler: the route's template, never the caller's path, which would be a series a visitor."""
-        self._http_requests.labels(method, handler, str(status)).inc()
-        self._http_duration.labels(method, handler).observe(duration_s)
+        key = (method, handler, status)
+        if key not in self._http_series:
+            requests = self._http_requests.labels(method, handler, str(status))
+            self._http_series[key] = requests, self._http_duration.labels(method, handler)
+        requests, duration = self._http_series[key]
+        requests.inc()
+        duration.observe(duration_s)
 
     def _write_failed(self, event: str) -> None:
         """Count it, and say so in the log once for each kind of event."""
