@@ -1,7 +1,7 @@
-"""The books: every Prometheus family this server exposes. The one file that knows prometheus-client.
+"""The books: what happened to requests and tokens, as Prometheus families, and all that a scrape is told.
 
-Owns one registry, so that two servers in a process do not share counters. Handlers report what happened to requests and
-tokens; the engine's own numbers are read from its latest `EngineStats` when someone scrapes. Names under `vllm:` are
+Owns one registry, so that two servers in a process do not share counters. Handlers report here; the engine's numbers
+are made in server/engine_metrics.py, and several processes' are added in server/metric_sums.py. Names under `vllm:` are
 those that boards, gateways and load generators already read; what has no name there is ours, under `cellserve:`.
 
 What always holds: request_success_total over all reasons + choices in flight = choices started;
@@ -11,32 +11,31 @@ Event-loop thread only.
 
 from __future__ import annotations
 
-import json
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from itertools import accumulate
-from typing import Concatenate, ParamSpec, Protocol
+from typing import Concatenate, ParamSpec
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.gc_collector import GCCollector
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from engine.client import EngineLives
-from engine.types import EngineInfo, EngineStats, FinishReason, KvReport, TiersReport
+from engine.types import EngineInfo, FinishReason, KvReport
+from server.engine_metrics import ENGINE, LABELS, Engine, EngineCollector
+from server.metric_sums import Sums, Together, sums_of
 
 log = logging.getLogger("cellserve.server")
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
-_LABELS = ("model_name", "engine")
-_ENGINE = "0"
+_OF_ONE = frozenset({"process_start_time_seconds", "process_max_fds"})
+"""Families that stand for all processes of a server, beside the engine's."""
 
 _FINISHED_REASONS: dict[FinishReason, str] = {
     "stop": "stop",
@@ -64,15 +63,6 @@ _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 _HTTP_S = (0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-class Engine(Protocol):
-    """The part of the engine client that is read when someone scrapes."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-    @property
-    def lives(self) -> EngineLives: ...
-
-
 _Told = ParamSpec("_Told")
 
 
@@ -94,18 +84,18 @@ class Metrics:
 
     def __init__(self, model_name: str, engine: Engine) -> None:
         self._registry = CollectorRegistry()
-        self._engine_collector = _EngineCollector(model_name, engine)
+        self._engine_collector = EngineCollector(model_name, engine)
         for collector in (ProcessCollector(registry=None), self._engine_collector):
             self._registry.register(collector)
         GCCollector(registry=self._registry)
 
-        values = (model_name, _ENGINE)
+        values = (model_name, ENGINE)
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, _LABELS, registry=self._registry).labels(*values)
+            return Counter(name, text, LABELS, registry=self._registry).labels(*values)
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            return Histogram(name, text, _LABELS, buckets=tuple(buckets), registry=self._registry).labels(*values)
+            return Histogram(name, text, LABELS, buckets=tuple(buckets), registry=self._registry).labels(*values)
 
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens whose K/V was already there.")
@@ -137,7 +127,7 @@ class Metrics:
         finished = Counter(
             "vllm:request_success",
             "Finished choices by reason.",
-            (*_LABELS, "finished_reason"),
+            (*LABELS, "finished_reason"),
             registry=self._registry,
         )
         # All reasons exist from the start: a rate over a series that appears with its first event misses that event.
@@ -145,7 +135,7 @@ class Metrics:
         rejected = Counter(
             "vllm:admission_rejections",
             "Requests refused before they ran, by reason.",
-            (*_LABELS, "reason"),
+            (*LABELS, "reason"),
             registry=self._registry,
         )
         self._rejected: Callable[[str], Counter] = lambda reason: rejected.labels(*values, reason)
@@ -258,92 +248,15 @@ class Metrics:
 
     def render(self, others: Iterable[Sums] = ()) -> bytes:
         """The Prometheus text, of content type `CONTENT_TYPE`. others: `sums` of the server's other processes."""
-        return generate_latest(_Together(self._registry, self._families_of_one(), others))
+        return generate_latest(Together(self._registry, self._families_of_one(), others))
 
     def sums(self) -> Sums:
         """What adds up with other processes' to the figures of the whole server."""
-        of_one = self._families_of_one()
-        return {
-            _key(family, sample): sample.value
-            for family in self._registry.collect()
-            if family.name not in of_one
-            for sample in family.samples
-            if not sample.name.endswith("_created")
-        }
+        return sums_of(self._registry, self._families_of_one())
 
     def _families_of_one(self) -> frozenset[str]:
         """What no sum is made of: the engine's numbers, and a start and limits that stand for all processes."""
         return self._engine_collector.families | _OF_ONE
-
-
-Sums = dict[str, float]
-"""Value by family, sample and labels, as `_key` writes them."""
-
-
-def added(all_sums: Iterable[Sums]) -> Sums:
-    total: Sums = {}
-    for sums in all_sums:
-        for key, value in sums.items():
-            total[key] = total.get(key, 0.0) + value
-    return total
-
-
-_OF_ONE = frozenset({"process_start_time_seconds", "process_max_fds"})
-
-
-def _key(family: Metric, sample: Sample) -> str:
-    return json.dumps([family.name, sample.name, sorted(sample.labels.items())])
-
-
-class _Together(CollectorRegistry):
-    """One process's families with other processes' sums added."""
-
-    def __init__(self, registry: CollectorRegistry, of_one: frozenset[str], others: Iterable[Sums]) -> None:
-        super().__init__()
-        self._one = registry
-        self._of_one = of_one
-        self._sums = added(others)
-
-    def collect(self) -> Iterator[Metric]:
-        missing: dict[str, list[Sample]] = {}
-        families = list(self._one.collect())
-        known = {_key(family, sample) for family in families for sample in family.samples}
-        for key, value in self._sums.items():
-            if key not in known:
-                name, sample, labels = json.loads(key)
-                missing.setdefault(name, []).append(Sample(sample, dict(labels), value))
-        for family in families:
-            if family.name not in self._of_one:
-                summed = [
-                    sample._replace(value=sample.value + self._sums.get(_key(family, sample), 0.0))
-                    for sample in family.samples
-                ]
-                family.samples = summed + missing.get(family.name, [])
-            yield family
-
-
-def _tier_gauge(name: str, text: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, labels=(*_LABELS, "tier"))
-
-
-def _tier_counter(name: str, text: str) -> CounterMetricFamily:
-    return CounterMetricFamily(name, text, labels=(*_LABELS, "tier"))
-
-
-_TIER_FAMILIES: tuple[tuple[str, str, Callable[[str, str], GaugeMetricFamily | CounterMetricFamily]], ...] = (
-    ("used_bytes", "Bytes a tier keeps.", _tier_gauge),
-    ("capacity_bytes", "Bytes a tier may keep.", _tier_gauge),
-    ("entries", "Objects a tier keeps.", _tier_gauge),
-    ("held", "Objects that something under way keeps from eviction.", _tier_gauge),
-    ("hits", "Objects that were wanted and came from the tier.", _tier_counter),
-    ("misses", "Objects that were wanted and not in the tier.", _tier_counter),
-    ("errors", "Failed or slow calls, and objects that did not verify.", _tier_counter),
-    ("loaded_bytes", "Bytes that came up from a tier.", _tier_counter),
-    ("stored_bytes", "Bytes that went down to a tier.", _tier_counter),
-    ("load_s", "Time of loads, side by side.", _tier_counter),
-    ("store_s", "Time of stores, side by side.", _tier_counter),
-)
-"""Field of TierReport, help, kind."""
 
 
 class _TokenCollector(Collector):
@@ -361,117 +274,11 @@ class _TokenCollector(Collector):
         self._gap_sum_s += gap_s
 
     def collect(self) -> Iterator[Metric]:
-        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens drawn.", labels=_LABELS)
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens drawn.", labels=LABELS)
         tokens.add_metric(self._values, self.drawn)
         yield tokens
         name, text = "vllm:inter_token_latency_seconds", "Gap before each token but the first."
-        gaps = HistogramMetricFamily(name, text, labels=_LABELS)
+        gaps = HistogramMetricFamily(name, text, labels=LABELS)
         bounds = [*map(floatToGoString, _GAP_S), "+Inf"]
         gaps.add_metric(self._values, list(zip(bounds, accumulate(self._gap_counts), strict=True)), self._gap_sum_s)
         yield gaps
-
-
-class _EngineCollector(Collector):
-    """Turns the engine's latest snapshot into families while a scrape asks for it."""
-
-    def __init__(self, model_name: str, engine: Engine) -> None:
-        self._values = (model_name, _ENGINE)
-        self._engine = engine
-        self.info: EngineInfo | None = None
-        self.kv: KvReport | None = None
-
-    def describe(self) -> list[Metric]:
-        return []  # Else registering would collect once, before the engine is there.
-
-    @property
-    def families(self) -> frozenset[str]:
-        """Names of what is the engine's, and so the same in all of its processes."""
-        return frozenset(family.name for family in self.collect()) - {"cellserve:requests_rerun"}
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        used_part = stats.cells_used / stats.cells_total if stats.cells_total else 0.0
-        yield self._gauge("vllm:num_requests_running", "Sequences in the running batch.", stats.running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences waiting for a place.", stats.waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Used part of the K/V cells, 0 to 1.", used_part)
-        yield self._counter("vllm:num_preemptions", "Sequences put back into the queue.", stats.preemptions)
-        yield self._gauge("cellserve:cells_used", "K/V cells of running sequences.", stats.cells_used)
-        yield self._gauge("cellserve:cells_cached", "K/V cells kept for prompts to come.", stats.cells_cached)
-        yield self._gauge(
-            "cellserve:cells_shared",
-            "Of the used cells, those that several hold: sequences, copies.",
-            stats.cells_shared,
-        )
-        free = stats.cells_total - stats.cells_used - stats.cells_cached
-        yield self._gauge("cellserve:cells_free", "K/V cells that hold nothing.", free)
-        yield self._gauge("cellserve:cells_total", "K/V cells of the pool.", stats.cells_total)
-        yield self._counter("cellserve:steps", "Steps run.", stats.steps)
-        yield self._counter("cellserve:steps_failed", "Steps that failed on the host.", stats.steps_failed)
-        yield self._counter("cellserve:step_time_seconds", "Time spent in steps.", stats.step_time_s)
-        yield self._counter("cellserve:rows_failed", "Choices that failed while others stood.", stats.rows_failed)
-        lives = self._engine.lives
-        yield self._counter("cellserve:engine_restarts", "Engines started behind another one's death.", lives.restarts)
-        yield self._counter("cellserve:engine_hung", "Engines ended because nothing moved.", lives.hung)
-        yield self._counter(
-            "cellserve:requests_rerun", "Requests that ran again on another engine.", lives.requests_rerun
-        )
-        yield self._counter("cellserve:padding_rows", "Rows run that held no token.", stats.padding_rows)
-        yield self._counter("cellserve:engine_prompt_tokens", "Prompt tokens run.", stats.prompt_tokens)
-        yield self._counter("cellserve:engine_generated_tokens", "Tokens the engine drew.", stats.generated_tokens)
-        calls = CounterMetricFamily("cellserve:method_calls", "Forward calls by method.", labels=(*_LABELS, "method"))
-        for method, count in stats.method_calls:
-            calls.add_metric((*self._values, method), count)
-        yield calls
-        if self.info is not None:
-            yield self._cache_config(self.info)
-        if self.kv is not None:
-            yield self._gauge("cellserve:prefix_tree_cells", "K/V cells of the prefix tree.", self.kv.tree_cells)
-            yield self._gauge("cellserve:prefix_tree_nodes", "Nodes of the prefix tree.", self.kv.tree_nodes)
-            if self.kv.tiers is not None:
-                yield from self._below(self.kv.tiers)
-
-    def _below(self, tiers: TiersReport) -> Iterator[Metric]:
-        """Tiers below the pool: what is on its way, then a series a tier."""
-        flying = GaugeMetricFamily("cellserve:kv_in_flight", "K/V on its way.", labels=(*_LABELS, "what"))
-        for what in ("loads_in_flight", "stores_in_flight", "fetches", "write_backs"):
-            flying.add_metric((*self._values, what.removesuffix("_in_flight")), getattr(tiers, what))
-        yield flying
-        text = "Tokens that the prefix tree lacked when a request was queued."
-        yield self._counter("cellserve:kv_lookup_tokens", text, tiers.lookup_tokens)
-        yield self._counter("cellserve:kv_loaded_tokens", "Tokens loaded from a tier.", tiers.loaded_tokens)
-        yield self._counter("cellserve:kv_wait_seconds", "Time requests waited for a tier.", tiers.wait_s)
-        for field, text, kind in _TIER_FAMILIES:
-            name = field.removesuffix("_s") + "_seconds" if field.endswith("_s") else field
-            family = kind(f"cellserve:kv_tier_{name}", text)
-            for tier in tiers.tiers:
-                value = getattr(tier, field)
-                if value is not None:
-                    family.add_metric((*self._values, tier.name), value)
-            yield family
-        breaker = _tier_gauge("cellserve:kv_tier_breaker_open", "1: the tier is not asked; 0.5: one call tries it.")
-        events = CounterMetricFamily(
-            "cellserve:kv_tier_events", "What happened in a tier.", labels=(*_LABELS, "tier", "event")
-        )
-        for tier in tiers.tiers:
-            breaker.add_metric((*self._values, tier.name), {"closed": 0.0, "half-open": 0.5, "open": 1.0}[tier.breaker])
-            for event, count in tier.counts:
-                events.add_metric((*self._values, tier.name, event), count)
-        yield breaker
-        yield events
-
-    def _cache_config(self, info: EngineInfo) -> Metric:
-        # Gateways compute the K/V size as block_size x num_gpu_blocks; a block of ours is one cell of one token.
-        labels = ("block_size", "num_gpu_blocks", "cache_dtype")
-        family = GaugeMetricFamily("vllm:cache_config_info", "Constants of the K/V cache.", labels=(*_LABELS, *labels))
-        family.add_metric((*self._values, "1", str(info.kv_cells), info.kv_dtype), 1)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._values, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._values, value)
-        return family

@@ -9,7 +9,8 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from server.metrics import Metrics, Sums
+from server.metric_sums import Sums
+from server.metrics import Metrics
 from server.running import Running
 
 SUMS = "sums"

@@ -31,7 +31,7 @@ from engine.errors import CellserveError, ConfigError
 from engine.types import EngineInfo
 from server import run, shares
 from server.lifecycle import Lifecycle
-from server.metrics import Sums, added
+from server.metric_sums import Sums, added
 from server.settings import Settings
 from server.siblings import ABOUT_SUMS, of_the_dead, sums_of_asker
 

@@ -39,7 +39,7 @@ HOMES = {
     "redis": ["cache.offload.redis_tier"],
     "llguidance": ["engine.grammar"],
     "ray": ["server.ray_app"],
-    "prometheus_client": ["server.metrics"],
+    "prometheus_client": ["server.metrics", "server.engine_metrics", "server.metric_sums"],
     "opentelemetry": ["server.tracing"],
     "tokenizers": ["server.*"],
     "jinja2": ["server.*"],
