@@ -7,6 +7,7 @@
     chat     a conversation: tokens that each turn computes
     shared   requests that begin alike, beside the same ones without reuse
     fresh    requests that share nothing, beside the same ones without reuse and tiers
+    working  prompts of three pools asked again in turn, beside the same ones without tiers
 
 Whatever is compared was run in turn in the same process, over the same model and pool. Prints one JSON object a line,
 in the form that benchmarks.jsonl collects: `peer_value` is what `value` is compared with, in the same unit.
@@ -21,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -37,7 +39,7 @@ from engine.types import GenerateRequest, SamplingParams
 from static_graphs.shapes import SHAPES, write_config
 
 GIB = 1 << 30
-ENGINE_CASES = ("repeat", "chat", "shared", "fresh")
+ENGINE_CASES = ("repeat", "chat", "shared", "fresh", "working")
 OFFLOAD_CASES = ("move", "index", "policy")
 CASES = (*OFFLOAD_CASES, *ENGINE_CASES)
 GREEDY = SamplingParams(temperature=0.0)
@@ -75,9 +77,8 @@ def _run_engine(args: argparse.Namespace, cases: Sequence[str], console: Console
     bench.ask(bench.prompt(min(64, args.prompt)), 2)  # warms up
     for case in cases:
         console.print(case)
-        for record in {"repeat": bench.repeat, "chat": bench.chat, "shared": bench.shared, "fresh": bench.fresh}[
-            case
-        ]():
+        records: Iterator[Figure] = getattr(bench, case)()
+        for record in records:
             print(json.dumps(record), flush=True)
     return 0
 
@@ -87,6 +88,8 @@ def _config(args: argparse.Namespace, folder: Path) -> EngineConfig:
     if args.shape:
         write_config(args.shape, folder)
     room = max(args.prompt + 256, args.requests * (args.prefix + args.fresh_prompt + args.new_tokens + 16))
+    if args.cases == "working":  # nothing else has to fit
+        room = args.requests * (args.working_prompt + args.new_tokens + 16)
     return EngineConfig(
         model=str(folder) if args.shape else args.model,
         load_format="dummy" if args.shape or args.dummy else "auto",
@@ -175,6 +178,25 @@ class Bench:
             "kv fresh", case, lambda: [self.prompt(length) for _ in range(self._args.requests)]
         )
 
+    def working(self) -> Iterator[Figure]:
+        """Prompts that take three pools, `--requests` at a time: asked again in the same order, none is in the pool."""
+        length, cells = self._args.working_prompt, self.loop.kv_report().cells_total
+        prompts = [self.prompt(length) for _ in range(-(-3 * cells // length))]
+        plain, rates, firsts = self.loop.without_tiers(), list[float](), list[float]()
+        for loop in (self.loop, plain):
+            loop.reset_prefix_cache()
+            self._in_turn(loop, prompts)
+            seconds, first = self._in_turn(loop, prompts)
+            rates.append(len(prompts) / seconds)
+            firsts.append(1e3 * statistics.median(first))
+            loop.reset_prefix_cache()
+        case = f"{len(prompts)} prompts of {length} tokens again, three times the pool of {cells} cells"
+        unit = "requests per CPU s" if self._device.type == "cpu" else "requests/s"
+        yield self._figure("kv working", case, rates[0], unit, peer="without tiers", peer_value=rates[1])
+        yield self._figure("kv working", f"{case}: times as many", rates[0] / rates[1], "x")
+        case = f"first token, {case}"
+        yield self._figure("kv working", case, firsts[0], "ms", peer="without tiers", peer_value=firsts[1])
+
     def _side_by_side(self, bench: str, case: str, prompts: Callable[[], list[Prompt]]) -> Iterator[Figure]:
         """In turn with and without reuse; the part that each pair of runs differs by is what counts."""
         plain = self.loop.without_prefixes()
@@ -224,20 +246,43 @@ class Bench:
 
         On a CPU the processor's own, all threads together: of other work on the machine they know nothing.
         """
-        clock = time.process_time if self._device.type == "cpu" else time.perf_counter
-        started = clock()
+        started = self._clock()
         for prompt in prompts:
             self._submit(loop, prompt, self._args.new_tokens)
         left, ended_s = len(prompts), 0.0
         while loop.has_work():
             left -= sum(update.finish is not None for update in loop.step())
             if not left and not ended_s:
-                ended_s = clock() - started
+                ended_s = self._clock() - started
         return ended_s
 
-    def _submit(self, loop: EngineLoop, prompt: Prompt, new_tokens: int) -> None:
+    def _in_turn(self, loop: EngineLoop, prompts: Sequence[Prompt]) -> tuple[float, list[float]]:
+        """`--requests` at a time -> seconds for all, and of each to its first token. Seconds as `_run` has them."""
+        started, waiting, is_open, firsts = self._clock(), deque(prompts), set[str](), dict[str, float]()
+        submitted: dict[str, float] = {}
+        while waiting or is_open:
+            while waiting and len(is_open) < self._args.requests:
+                name = self._submit(loop, waiting.popleft(), self._args.new_tokens)
+                is_open.add(name)
+                submitted[name] = self._clock()
+            for update in loop.step():
+                if update.token_ids:
+                    firsts.setdefault(update.request_id, self._clock() - submitted[update.request_id])
+                if update.finish is not None:
+                    is_open.remove(update.request_id)
+        seconds = self._clock() - started
+        while loop.has_work():
+            loop.step()
+        return seconds, list(firsts.values())
+
+    def _clock(self) -> float:
+        return time.process_time() if self._device.type == "cpu" else time.perf_counter()
+
+    def _submit(self, loop: EngineLoop, prompt: Prompt, new_tokens: int) -> str:
         self._asked += 1
-        loop.submit(GenerateRequest(f"bench-{self._asked}", prompt, sampling=GREEDY, max_new_tokens=new_tokens))
+        name = f"bench-{self._asked}"
+        loop.submit(GenerateRequest(name, prompt, sampling=GREEDY, max_new_tokens=new_tokens))
+        return name
 
     def _figure(
         self,
@@ -271,6 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=8, help="of the shared and fresh workloads, all at once")
     parser.add_argument("--prefix", type=int, default=512, help="tokens that the shared workload begins with")
     parser.add_argument("--fresh-prompt", type=int, default=64, help="prompt tokens that nobody shares")
+    parser.add_argument("--working-prompt", type=int, default=256, help="tokens of each of the working case")
     parser.add_argument("--new-tokens", type=int, default=16, help="of each request and turn")
     parser.add_argument("--pairs", type=int, default=5, help="runs with and without reuse, side by side")
     parser.add_argument("--host-gib", type=float, default=0.5, help="of the tier below the pool")

@@ -207,6 +207,10 @@ class EngineLoop:
         """
         return EngineLoop(self._executor, self._scheduler.limits, prefix_cache=False, clock=self._clock)
 
+    def without_tiers(self) -> EngineLoop:
+        """As `without_prefixes`, but it reuses what the pool holds."""
+        return EngineLoop(self._executor, self._scheduler.limits, clock=self._clock)
+
     # --- one turn ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Update]:
