@@ -9,7 +9,22 @@ TESTS = Path(__file__).parent
 
 LAST = {"G": 6, "C": 3, "W": 3, "O": 4, "S": 8, "B": 4, "X": 5, "K": 8, "I": 5, "M": 7, "R": 12}
 IDS = {f"{kind}{number}" for kind, last in LAST.items() for number in range(1, last + 1)}
-IDS |= {"PLAIN", "GDS", "IPC", "P1", "P2", "P4", "P5", "P6", "P7", "F3", "F4", "F6", "F8", "Q1", "Q2", "Q3", "Q5"}
+IDS |= {
+    "PLAIN",
+    "GDS",
+    "IPC",
+    "P1",
+    "P2",
+    "P4",
+    "P5",
+    "P6",
+    "P7",
+    "F3",
+    "F4",
+    "F6",
+    "F8",
+    *(f"Q{number}" for number in range(1, 13)),
+}
 
 
 def rows() -> dict[str, str]:
