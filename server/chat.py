@@ -166,7 +166,7 @@ class _Writer:
     def _choice(self, choice: Choice) -> dict[str, Any]:
         news, spoken = choice.take(), self._spoken[choice.index]
         content, calls = spoken.take(news.text, is_last=True)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             told = [{name: value for name, value in call.items() if name != "index"} for call in calls]
             message |= {"content": content or None, "tool_calls": told}

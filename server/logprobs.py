@@ -49,7 +49,7 @@ def chat(entries: Sequence[TokenLogprobs], num_top: int, text: Text, name: Name)
         {**one(entry.token_id, entry.logprob), "top_logprobs": [one(*top) for top in entry.top[:num_top]]}
         for entry in entries
     ]
-    return {"content": content}
+    return {"content": content, "refusal": None}
 
 
 def of_prompt(entries: Sequence[TokenLogprobs | None], num_top: int, text: Text) -> list[dict[str, Any] | None]:

@@ -65,7 +65,7 @@ def test_a_chat_answers_as_the_assistant(server: LiveServer) -> None:
     assert whole["object"] == "chat.completion"
     assert whole["id"].startswith("chatcmpl-")
     (choice,) = whole["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "one two"}
+    assert choice["message"] == {"role": "assistant", "content": "one two", "refusal": None}
     assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", None, None)
     assert whole["usage"]["completion_tokens"] == 8
 
@@ -79,6 +79,18 @@ def test_streamed_choices_begin_with_the_role_and_end_once(server: LiveServer) -
         assert last["finish_reason"] == "stop"
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_openais_schema_requires_a_refusal_which_is_always_null(server: LiveServer) -> None:
+    fields = say("a", logprobs=True)
+    (choice,) = server.http.post(PATH, json=fields).json()["choices"]
+    assert set(choice["message"]) == {"role", "content", "refusal"}
+    told = [choice["logprobs"], *(chunk["choices"][0]["logprobs"] for chunk in post_stream(server.http, PATH, fields))]
+    assert choice["message"]["refusal"] is None
+    assert all(set(entries) == {"content", "refusal"} and entries["refusal"] is None for entries in told if entries)
+    answered = {"role": "assistant", "content": "one", "refusal": None}
+    again = say("a") | {"messages": [{"role": "user", "content": "a"}, answered, {"role": "user", "content": "a"}]}
+    assert server.http.post(PATH, json=again).status_code == 200
 
 
 def test_what_was_not_asked_for_is_null_in_a_whole_answer(server: LiveServer) -> None:

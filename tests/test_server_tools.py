@@ -112,6 +112,7 @@ def test_calls_are_told_apart_from_the_text_before_them(server: LiveServer, scri
     assert choice["message"] == {
         "role": "assistant",
         "content": "Let me see.",
+        "refusal": None,
         "tool_calls": [
             {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
             {"type": "function", "function": {"name": "g", "arguments": '{"é": "x"}'}},
@@ -139,14 +140,14 @@ def test_text_without_a_call_and_calls_that_none_asked_for_are_content(server: L
     ):
         script.text = text
         choice = chat(server, **fields)
-        assert choice["message"] == {"role": "assistant", "content": text}
+        assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
         assert choice["finish_reason"] == "stop"
 
 
 def test_a_call_that_the_limit_cut_is_content_and_long(server: LiveServer, script: Script) -> None:
     script.text = CALL_F
     choice = chat(server, max_tokens=20)
-    assert choice["message"] == {"role": "assistant", "content": CALL_F[:20]}
+    assert choice["message"] == {"role": "assistant", "content": CALL_F[:20], "refusal": None}
     assert choice["finish_reason"] == "length"
 
 

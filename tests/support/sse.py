@@ -60,7 +60,7 @@ def _added(before: Any, more: Any) -> Any:
     if before is None:
         return more
     if isinstance(more, dict):
-        return {key: before[key] + more[key] for key in more}
+        return {key: _added(before[key], more[key]) for key in more}
     return before + more
 
 
