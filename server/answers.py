@@ -1,4 +1,4 @@
-"""What completions and chats do alike with a generation: ask for it, stream it, or wait for the whole of it."""
+"""What completions and chats do alike with a generation: ask for it, as embeddings do, stream it, or wait for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
@@ -19,6 +19,7 @@ from server.bodies import JsonRoute
 from server.errors import ApiError
 from server.generation import Choice, Generation, News, TextOptions, Usage
 from server.guards import CLIENT_GONE
+from server.running import InEngine
 from server.schemas import GenerationBody
 from server.serving import Serving
 from server.settings import Settings
@@ -66,16 +67,19 @@ class Policy:
         return min((limit for limit in (asked_s, self.request_timeout_s) if limit is not None), default=None)
 
 
-def client_of(request: Request) -> str:
+def _client_of(request: Request) -> str:
     """Who takes turns with others in the engine's queue: whoever owns the key, or where there are none the address."""
     key: str | None = request.state.key
     return key or (request.client.host if request.client else "")
 
 
+_Asked = TypeVar("_Asked", bound=InEngine)
+
+
 async def admit(
-    request: Request, slots: int, tokens: int, answer_id: str, prepare: Callable[[], Awaitable[Generation]]
-) -> Generation:
-    """Reserve, prepare, submit: the one way of a request into the engine. The generation owns what was reserved.
+    request: Request, slots: int, tokens: int, answer_id: str, prepare: Callable[[], Awaitable[_Asked]]
+) -> _Asked:
+    """Reserve, prepare, submit: the one way of a request into the engine. What is returned owns what was reserved.
 
     tokens: an estimate of the prompts', which `prepare` makes a number.
     """
@@ -85,19 +89,19 @@ async def admit(
     reservation = serving.admission.reserve(slots, serving.accounts.of(key), tokens=tokens)
     try:
         async with asyncio.timeout(serving.settings.request_timeout):
-            generation = await prepare()
-        reservation.correct(generation.usage.prompt_tokens)
-        generation.submit(serving.metrics, reservation, arrived_s, client_of(request))
+            asked = await prepare()
+        reservation.correct(asked.usage.prompt_tokens)
+        asked.submit(serving.metrics, reservation, arrived_s, _client_of(request))
     except TimeoutError as error:
         reservation.release()
         raise errors.deadline_exceeded() from error
     except BaseException:
         reservation.release()
         raise
-    serving.running.enter(generation, (request.state.request_id, answer_id), key)
+    serving.running.enter(asked, (request.state.request_id, answer_id), key)
     if request.state.span is not None:
-        generation.when_closed(partial(request.state.span.tell, generation))
-    return generation
+        asked.when_closed(partial(request.state.span.tell, asked))
+    return asked
 
 
 def engine_requests(

@@ -27,7 +27,7 @@ from engine.types import EngineInfo, FinishReason, GenerateRequest, SamplingPara
 from server import answers, errors, schemas
 from server.admission import Reservation
 from server.fields import Prompts, Truncation
-from server.generation import Usage
+from server.generation import Times, Usage
 from server.guards import CLIENT_GONE
 from server.metrics import Metrics
 from server.serving import Serving
@@ -76,42 +76,30 @@ async def create_embedding(request: Request, body: EmbeddingBody) -> Response:
     model = schemas.check_model(body, serving.served_names)
     info = serving.client.info
     size = check_possible(body, info)
-    arrived_s = time.monotonic()
-    key: str | None = request.state.key
-    reservation = serving.admission.reserve(
-        places := min(len(body.input), info.max_num_seqs),
-        serving.accounts.of(key),
-        tokens=schemas.estimated_tokens(body.input, info, body.truncate_prompt_tokens),
-    )
+    answer_id = f"embd-{request.state.request_hex}"
+
+    async def prepare() -> EmbeddingJob:
+        policy = answers.Policy.of(serving.settings)
+        requests = await requests_of(body, serving.client, serving.text, request.state.request_hex, policy)
+        return EmbeddingJob(serving.client, requests)
+
+    tokens = schemas.estimated_tokens(body.input, info, body.truncate_prompt_tokens)
+    job = await answers.admit(request, places(len(body.input), info), tokens, answer_id, prepare)
     data: list[bytes] = [b""] * len(body.input)
-    with reservation:
-        requests = await requests_of(
-            body,
-            serving.client,
-            serving.text,
-            request.state.request_hex,
-            answers.Policy.of(serving.settings),
-            answers.client_of(request),
-        )
-        job = EmbeddingJob(serving.client, requests, places, arrived_s, serving.metrics, reservation)
-        reservation.correct(job.usage.prompt_tokens)
-        reservation.spend(job.usage.prompt_tokens)
-        answer_id = f"embd-{request.state.request_hex}"
-        serving.running.enter(job, (request.state.request_id, answer_id), key)
 
-        def write(number: int, vector: bytes) -> None:
-            # Each as it comes: all of a long answer at once would hold up the event loop.
-            data[number] = _entry(number, cut(vector, size), body.encoding_format)
+    def write(number: int, vector: bytes) -> None:
+        # Each as it comes: all of a long answer at once would hold up the event loop.
+        data[number] = _entry(number, cut(vector, size), body.encoding_format)
 
-        try:
-            await unless_gone(job.run(write), request.receive)
-        except ClientGone:
-            return Response(status_code=CLIENT_GONE)
-        finally:
-            await job.aclose()
+    try:
+        await unless_gone(job.run(write), request.receive)
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    finally:
+        await job.aclose()
     head = {"id": answer_id, "object": "list", "created": int(time.time()), "model": model, "usage": _usage(job.usage)}
     content = json.dumps(head).encode()[:-1] + b', "data": [' + b", ".join(data) + b"]}"
-    timing = f"total;dur={1000 * (time.monotonic() - arrived_s):.1f}"
+    timing = f"total;dur={1000 * (time.monotonic() - job.times().arrived_s):.1f}"
     return Response(content, headers={**headers, "Server-Timing": timing}, media_type="application/json")
 
 
@@ -136,15 +124,19 @@ def check_possible(body: EmbeddingBody, info: EngineInfo) -> int:
     return asked
 
 
+def places(num_inputs: int, info: EngineInfo) -> int:
+    """How many of a request's inputs are in the engine at once."""
+    return min(num_inputs, info.max_num_seqs)
+
+
 async def requests_of(
     body: EmbeddingBody,
     client: EngineClient,
     text: Text,
     request_hex: str,
     policy: answers.Policy = answers.Policy(),  # noqa: B008 - frozen
-    whose: str = "",
 ) -> list[GenerateRequest]:
-    """One an input, all of them checked, none submitted. Raises ApiError 400. request_hex: unique. whose: a client."""
+    """One an input, all of them checked, none submitted. Raises ApiError 400. request_hex: unique."""
     info = client.info
     prompts = await text.encode_prompts(
         body.input,
@@ -174,7 +166,6 @@ async def requests_of(
             queue_timeout_s=policy.queue_timeout_s,
             cache_salt=body.cache_salt,
             logged_as=logs.request_id.get(),
-            client=whose,
             pooling=info.pooling,
         )
         for number, token_ids in enumerate(prompts)
@@ -182,31 +173,46 @@ async def requests_of(
 
 
 class EmbeddingJob:
-    """The inputs of one request on their way through the engine. Event-loop thread; `aclose` must be called."""
+    """The inputs of one request on their way through the engine, each when there is a place for it.
 
-    def __init__(
-        self,
-        client: EngineClient,
-        requests: Sequence[GenerateRequest],
-        places: int,
-        arrived_s: float,
-        metrics: Metrics | None = None,
-        reservation: Reservation | None = None,
-    ) -> None:
-        """places: inputs in the engine at once. arrived_s: time.monotonic() that deadlines and latencies count from.
+    Event-loop thread. `submit`, then `run`; `aclose` gives the reservation back and must be called once `submit` was.
+    """
 
-        reservation: of the caller, who releases it; told here of every input that was run.
-        """
+    def __init__(self, client: EngineClient, requests: Sequence[GenerateRequest]) -> None:
         self.requests = tuple(requests)
         self.usage = Usage(sum(len(request.prompt_token_ids) for request in requests))
         self._client = client
-        self._places = places
-        self._arrived_s = arrived_s
-        self._metrics = metrics
-        self._reservation = reservation
+        self._places = places(len(requests), client.info)
+        self._metrics: Metrics | None = None
+        self._reservation: Reservation | None = None
+        self._whose = ""
+        self._arrived_s = self._last_s = time.monotonic()
+        self._queued_s: float | None = None
+        self._finished: dict[int, FinishReason] = {}
+        """By number of the input."""
         self._streams: set[RequestStream] = set()
         self._was_cancelled = False
         self._on_close = ExitStack()
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        return [self._finished.get(number, "cancelled") for number in range(len(self.requests))]
+
+    def submit(
+        self,
+        metrics: Metrics | None = None,
+        reservation: Reservation | None = None,
+        arrived_s: float | None = None,
+        client: str = "",
+    ) -> None:
+        """Own the reservation from here on. The inputs themselves are submitted one after another, by `run`.
+
+        arrived_s: time.monotonic() that deadlines and latencies count from. client: whose turns in the queue they take.
+        """
+        self._metrics, self._reservation, self._whose = metrics, reservation, client
+        self._arrived_s = self._last_s = time.monotonic() if arrived_s is None else arrived_s
+        if reservation is not None:
+            reservation.spend(self.usage.prompt_tokens)
 
     async def run(self, write: Write) -> None:
         """Return when every vector was written. The first failure ends all: ApiError, or the engine's refusal."""
@@ -214,7 +220,7 @@ class EmbeddingJob:
 
         async def take_turns() -> None:
             for number, request in waiting:
-                write(number, await self._embed(request))
+                write(number, await self._embed(number, request))
 
         tasks = [asyncio.ensure_future(take_turns()) for _ in range(self._places)]
         try:
@@ -234,10 +240,15 @@ class EmbeddingJob:
         """Call this once, when all is over."""
         self._on_close.callback(call)
 
+    def times(self) -> Times:
+        return Times(arrived_s=self._arrived_s, queued_s=self._queued_s, first_s=None, last_s=self._last_s)
+
     async def aclose(self) -> None:
+        if self._reservation is not None:
+            self._reservation.release()
         self._on_close.close()
 
-    async def _embed(self, request: GenerateRequest) -> bytes:
+    async def _embed(self, number: int, request: GenerateRequest) -> bytes:
         if self._was_cancelled:
             raise errors.request_cancelled()
         if request.deadline_s is not None:
@@ -245,7 +256,7 @@ class EmbeddingJob:
             if left_s <= 0:
                 raise errors.deadline_exceeded()
             request = replace(request, deadline_s=left_s)
-        stream = self._client.submit(request)
+        stream = self._client.submit(replace(request, client=self._whose))
         submitted_s = time.monotonic()
         self._streams.add(stream)
         finish: FinishReason = "cancelled"
@@ -254,7 +265,7 @@ class EmbeddingJob:
         try:
             async with stream:
                 async for update in stream:
-                    self._look_up(request, stream, update, time.monotonic() - submitted_s)
+                    self._look_up(request, stream, update, submitted_s)
                     if update.embedding is not None:
                         finish = "stop"
                         return update.embedding
@@ -265,21 +276,25 @@ class EmbeddingJob:
                         raise errors.from_failure(update.error_code)
             raise AssertionError("a stream ended without its last update")
         finally:
+            self._finished[number], self._last_s = finish, time.monotonic()
             self._streams.discard(stream)
             if self._reservation is not None:
                 self._reservation.computed(len(request.prompt_token_ids))
             if self._metrics is not None:
-                self._metrics.finished(finish, generated_tokens=0, e2e_s=time.monotonic() - self._arrived_s)
+                self._metrics.finished(finish, generated_tokens=0, e2e_s=self._last_s - self._arrived_s)
 
-    def _look_up(self, request: GenerateRequest, stream: RequestStream, update: Update, since_s: float) -> None:
+    def _look_up(self, request: GenerateRequest, stream: RequestStream, update: Update, submitted_s: float) -> None:
         if update.cached_tokens is None:
             return
         self.usage.cached_tokens += update.cached_tokens
+        if self._queued_s is None and stream.queued_s is not None:
+            self._queued_s = submitted_s + stream.queued_s - self._arrived_s
         if self._metrics is not None:
             self._metrics.prompt_looked_up(
                 prompt_tokens=len(request.prompt_token_ids), cached_tokens=update.cached_tokens
             )
             if stream.queued_s is not None:
+                since_s = time.monotonic() - submitted_s
                 self._metrics.prompt_ran(queued_s=stream.queued_s, prefill_s=max(0.0, since_s - stream.queued_s))
 
 
@@ -289,8 +304,8 @@ async def embed(
     """All of it without HTTP: the requests as they were run, and the vector of each."""
     size = check_possible(body, client.info)
     requests = await requests_of(body, client, text, uuid.uuid4().hex)
-    places = min(len(requests), client.info.max_num_seqs)
-    job = EmbeddingJob(client, requests, places, time.monotonic())
+    job = EmbeddingJob(client, requests)
+    job.submit()
     vectors: list[tuple[float, ...]] = [()] * len(requests)
 
     def write(number: int, vector: bytes) -> None:

@@ -246,6 +246,11 @@ class Generation:
         """All of them, in order of index: prompt x n + j."""
         return [choice for choices in self._choices for choice in choices]
 
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of its choices; one that has not ended counts as cancelled."""
+        return [choice.finish_reason or "cancelled" for choice in self.choices]
+
     def submit(
         self,
         metrics: Metrics | None = None,

@@ -8,13 +8,30 @@ from typing import Protocol
 
 from fastapi import APIRouter, Request
 
+from engine.types import FinishReason
 from server import errors
+from server.admission import Reservation
+from server.generation import Times, Usage
+from server.metrics import Metrics
 
 router = APIRouter(tags=["requests"])
 
 
-class Endable(Protocol):
-    """A request in the engine: `Generation`, or `EmbeddingJob`."""
+class InEngine(Protocol):
+    """A request on its way through the engine: `Generation`, or `EmbeddingJob`."""
+
+    usage: Usage
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of its parts, in their order; what has not ended counts as cancelled."""
+        ...
+
+    def submit(self, metrics: Metrics, reservation: Reservation, arrived_s: float, client: str) -> None:
+        """Hand it to the engine, or be refused. From then on it owns the reservation, and must be closed."""
+        ...
+
+    def times(self) -> Times: ...
 
     def cancel(self) -> None: ...
 
@@ -25,9 +42,9 @@ class Running:
     """Event-loop thread only. A name may stand for several requests: a caller's own X-Request-Id need not be unique."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, list[tuple[Endable, str | None]]] = {}
+        self._by_name: dict[str, list[tuple[InEngine, str | None]]] = {}
 
-    def enter(self, generation: Endable, names: tuple[str, ...], key: str | None) -> None:
+    def enter(self, generation: InEngine, names: tuple[str, ...], key: str | None) -> None:
         """Until `generation` is closed. key: whose request it is; None where there are no keys."""
         entry = (generation, key)
         for name in set(names):
@@ -41,7 +58,7 @@ class Running:
             generation.cancel()
         return bool(found)
 
-    def _leave(self, name: str, entry: tuple[Endable, str | None]) -> None:
+    def _leave(self, name: str, entry: tuple[InEngine, str | None]) -> None:
         entries = self._by_name[name]
         entries.remove(entry)
         if not entries:

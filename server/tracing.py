@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from server.generation import Generation
+    from server.running import InEngine
 
 EXTRA = "pip install 'cellserve[otel]'"
 _SEND_S = 5
@@ -94,11 +94,11 @@ class RequestSpan:
         attributes = {"http.request.method": method, "cellserve.request_id": request_id}
         self._span = tracer.start_span(method, context=context, kind=SpanKind.SERVER, attributes=attributes)
 
-    def tell(self, generation: Generation) -> None:
+    def tell(self, asked: InEngine) -> None:
         """What became of it in the engine; when it is over."""
         if not self._span.is_recording():
             return
-        times, usage = generation.times(), generation.usage
+        times, usage = asked.times(), asked.usage
         self._event("queued", times.arrived_s)
         if times.queued_s is not None:
             self._event("prefill", times.arrived_s + times.queued_s)
@@ -109,9 +109,7 @@ class RequestSpan:
             {
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
                 "gen_ai.usage.output_tokens": usage.completion_tokens,
-                "gen_ai.response.finish_reasons": [
-                    choice.finish_reason or "cancelled" for choice in generation.choices
-                ],
+                "gen_ai.response.finish_reasons": asked.finish_reasons,
                 "cellserve.cached_tokens": usage.cached_tokens,
             }
         )

@@ -7,9 +7,11 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -227,17 +229,26 @@ def test_an_engine_that_hangs_does_not_hold_up_a_drain() -> None:
         assert (answer().status_code, answer().json()["error"]["code"]) == (503, "engine_unavailable")
 
 
-def test_f24_a_tokenizer_that_hangs_is_within_the_requests_deadline(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"), [(PATH, {"prompt": "x" * 9000, "max_tokens": 2}), ("/v1/embeddings", {"input": "x" * 9000})]
+)
+def test_f24_a_tokenizer_that_hangs_is_within_the_requests_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
     tiny = write_byte_level(tmp_path)
     client = scripted_client(tokenizer_dir=str(tmp_path), vocab_size=tiny.vocab_size, max_model_len=512)
-    with live_server(client, Settings(access_log=False, request_timeout=0.1, test_faults=True)) as server:
-        armed = server.http.post("/test/faults", json={"point": "api.tokenizer.slow", "s": 0.5})
+    is_over = threading.Event()
+    monkeypatch.setattr(
+        "server.faults.time", SimpleNamespace(time=time.time, sleep=lambda s: is_over.wait(2 * TIMEOUT_S))
+    )
+    with live_server(client, Settings(access_log=False, request_timeout=0.3, test_faults=True)) as server:
+        armed = server.http.post("/test/faults", json={"point": "api.tokenizer.slow", "s": 1})
         assert armed.status_code == 200
-        truncated = {"prompt": "x" * 9000, "max_tokens": 2, "truncate_prompt_tokens": 8}
-        answer = server.http.post(PATH, json=truncated)
+        answer = server.http.post(path, json=body | {"truncate_prompt_tokens": 8})
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-        until(lambda: server.call(lambda: server.app.state.serving.admission.in_use) == 0)
-        assert server.http.post(PATH, json=truncated).status_code == 200
+        assert server.call(lambda: server.app.state.serving.admission.in_use) == 0
+        is_over.set()
+        assert server.http.post(path, json=body | {"truncate_prompt_tokens": 8}).status_code == 200
 
 
 class FailsBehindASilentChoice:

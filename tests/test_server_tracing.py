@@ -125,6 +125,25 @@ def test_a_request_is_a_span_with_its_stations(server: LiveServer, receiver: Rec
 
 
 @needs_package
+def test_embeddings_have_the_stations_of_their_inputs_and_draw_nothing(
+    server: LiveServer, receiver: Receiver, executor: ScriptedExecutor
+) -> None:
+    server.http.post("/v1/embeddings", json={"input": [[5, 6], [5, 6, 7]]}).raise_for_status()
+    span = receiver.span()
+    told = attributes(span)
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (5, 0)
+    assert told["gen_ai.response.finish_reasons"] == ["stop", "stop"]
+    assert [event.name for event in span.events] == ["queued", "prefill", "end"]
+    stations = [event.time_unix_nano for event in span.events]
+    assert [span.start_time_unix_nano, *stations, span.end_time_unix_nano] == sorted(
+        [span.start_time_unix_nano, *stations, span.end_time_unix_nano]
+    )
+    executor.fail_session((9,))
+    assert server.http.post("/v1/embeddings", json={"input": [[9]]}).status_code == 500
+    assert attributes(receiver.span())["gen_ai.response.finish_reasons"] == ["failed"]
+
+
+@needs_package
 def test_a_callers_trace_goes_on_and_its_sampling_is_obeyed(server: LiveServer, receiver: Receiver) -> None:
     body = {"prompt": [5, 6], "max_tokens": 1}
     for flags in ("00", "01"):
