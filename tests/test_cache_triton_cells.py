@@ -32,7 +32,7 @@ def check(
     width: int | None = None,
     dtype: torch.dtype = torch.float32,
     tolerance: float = 1e-5,
-    num_splits: int = 1,
+    num_pieces: int = 1,
     tile_rows: int = 1,
     page_cells: int = 8,
     **extras: Any,
@@ -46,7 +46,7 @@ def check(
     step = build_step(pool, cells, rows, reaches=[reach], width=width, page_cells=page_cells)
     query = torch.randn(step.width, heads[0], dims[0]).to(dtype)
     args = (query, pool.keys[0], pool.values[0], step)
-    out = triton_cells.attend_cells(*args, reach=reach, scale=0.3, num_splits=num_splits, tile_rows=tile_rows, **extras)
+    out = triton_cells.attend_cells(*args, reach=reach, scale=0.3, num_pieces=num_pieces, tile_rows=tile_rows, **extras)
     expected = reference.attend_cells(*args, reach=reach, scale=0.3, **extras)
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
@@ -57,23 +57,23 @@ DECODES = [(1, 29), (0, 149), (2, 0)]
 CHUNK = [(0, position) for position in range(66, 74)]
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 8])
-def test_decodes_of_any_length_merge_over_any_number_of_parts(num_splits: int) -> None:
+@pytest.mark.parametrize("num_pieces", [1, 2, 8])
+def test_decodes_of_any_length_merge_over_any_number_of_parts(num_pieces: int) -> None:
     """More parts than a short row has blocks leave some without a cell."""
-    check(SCATTERED, DECODES, num_splits=num_splits)
+    check(SCATTERED, DECODES, num_pieces=num_pieces)
 
 
 @pytest.mark.parametrize("reach", [ALL, Reach("window", 70)])
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_pages_of_whole_blocks_are_read_block_by_block(num_splits: int, reach: Reach) -> None:
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_pages_of_whole_blocks_are_read_block_by_block(num_pieces: int, reach: Reach) -> None:
     """Runs over several pages, and windows that begin in the middle of a block."""
-    check(SCATTERED, [*CHUNK, *DECODES], page_cells=64, num_splits=num_splits, reach=reach, tile_rows=4)
+    check(SCATTERED, [*CHUNK, *DECODES], page_cells=64, num_pieces=num_pieces, reach=reach, tile_rows=4)
 
 
-@pytest.mark.parametrize(("tile_rows", "num_splits"), [(1, 1), (4, 1), (4, 2), (8, 1)])
-def test_chunk_rows_that_share_their_loads_see_no_more_than_their_own_run(tile_rows: int, num_splits: int) -> None:
+@pytest.mark.parametrize(("tile_rows", "num_pieces"), [(1, 1), (4, 1), (4, 2), (8, 1)])
+def test_chunk_rows_that_share_their_loads_see_no_more_than_their_own_run(tile_rows: int, num_pieces: int) -> None:
     """Tiles of one sequence, a tile over a boundary, and padding that fills up the last tile."""
-    check(SCATTERED, [*CHUNK[:6], DECODES[0]], width=10, num_splits=num_splits, tile_rows=tile_rows)
+    check(SCATTERED, [*CHUNK[:6], DECODES[0]], width=10, num_pieces=num_pieces, tile_rows=tile_rows)
 
 
 @pytest.mark.parametrize("tile_rows", [1, 4])
@@ -83,13 +83,13 @@ def test_windows_and_chunks_begin_where_they_should(reach: Reach, tile_rows: int
 
 
 @pytest.mark.parametrize(
-    ("extras", "num_splits"),
+    ("extras", "num_pieces"),
     [({"softcap": 2.0}, 1), ({"sinks": True}, 1), ({"sinks": True}, 2), ({"softcap": 2.0, "sinks": True}, 2)],
     ids=str,
 )
-def test_caps_and_sinks(extras: dict[str, Any], num_splits: int) -> None:
+def test_caps_and_sinks(extras: dict[str, Any], num_pieces: int) -> None:
     sinks = {"sinks": torch.randn(2)} if "sinks" in extras else {}
-    check(SCATTERED, [*CHUNK[:4], *DECODES], heads=(2, 1), tile_rows=4, num_splits=num_splits, **(extras | sinks))
+    check(SCATTERED, [*CHUNK[:4], *DECODES], heads=(2, 1), tile_rows=4, num_pieces=num_pieces, **(extras | sinks))
 
 
 def test_a_softcap_saturates_instead_of_overflowing() -> None:
@@ -102,18 +102,18 @@ def test_a_softcap_saturates_instead_of_overflowing() -> None:
     ids=str,
 )
 def test_head_groups_and_widths_that_are_no_power_of_two(heads: tuple[int, int], dims: tuple[int, int]) -> None:
-    check(SCATTERED, [*CHUNK[:2], *DECODES[:1]], heads=heads, dims=dims, tile_rows=2, num_splits=2)
+    check(SCATTERED, [*CHUNK[:2], *DECODES[:1]], heads=heads, dims=dims, tile_rows=2, num_pieces=2)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_half_precision_multiplies_halves_and_sums_floats(num_splits: int) -> None:
-    check(SCATTERED, [*CHUNK[:4], *DECODES], dtype=torch.float16, tolerance=3e-3, tile_rows=4, num_splits=num_splits)
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_half_precision_multiplies_halves_and_sums_floats(num_pieces: int) -> None:
+    check(SCATTERED, [*CHUNK[:4], *DECODES], dtype=torch.float16, tolerance=3e-3, tile_rows=4, num_pieces=num_pieces)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_pieces", [1, 2])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 3e-3)])
 def test_fp8_cells_are_read_as_what_is_stored_times_its_scales(
-    dtype: torch.dtype, tolerance: float, num_splits: int
+    dtype: torch.dtype, tolerance: float, num_pieces: int
 ) -> None:
     pool = plain_pool(200, kv_heads=1, k_dim=16, v_dim=24, dtype=FP8)
     step = build_step(pool, SCATTERED, [*CHUNK[:4], *DECODES])
@@ -125,7 +125,7 @@ def test_fp8_cells_are_read_as_what_is_stored_times_its_scales(
         pool.values[0],
         step,
         scales=KvScales(0.7, 2.5),
-        num_splits=num_splits,
+        num_pieces=num_pieces,
         tile_rows=4,
         **args,
     )

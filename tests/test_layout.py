@@ -32,7 +32,14 @@ ARROWS = {
 HOMES = {
     "zmq": ["engine.process", "engine.spawned", "engine.relay"],
     "msgspec": ["engine.types", "engine.wire", "engine.relay", "engine.streams"],
-    "triton": ["static_graphs.kernels.*", "cache.attend.launch", "cache.attend.triton_cells", "cache.offload.kernels"],
+    "triton": [
+        "static_graphs.kernels.*",
+        "cache.attend.launch",
+        "cache.attend.merge",
+        "cache.attend.triton_cells",
+        "cache.attend.work",
+        "cache.offload.kernels",
+    ],
     "cuda": ["cache.pool*"],
     "transformers": ["static_graphs.*", "engine.bench"],
     "gguf": ["static_graphs.*"],

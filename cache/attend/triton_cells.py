@@ -1,12 +1,12 @@
-"""Attention over cells on CUDA, in Triton: split-K/V over paged cell lists, then a merge. Equal to `reference`.
+"""Attention over cells on CUDA, in Triton: runs of paged cells in pieces, then a merge. Equal to `reference`.
 
     rows   0 1 2 3 | 4 5 6 7 | 8 9 ..      tiles of neighbouring rows
            a b c c | c c c c | d d ..      a tile of one sequence (a prefill chunk) loads each K/V block once for all
            ^ ^ ^ ^   ^^^^^^^   ^^^^^       its rows and heads of a group; rows of mixed tiles (decodes) run one by one
 
-Which rows take which way, and how long their runs are, is read on the device: the grid depends on the width alone, so
-a captured graph serves any mix. A run is cut into `num_splits` equal parts so that a few long rows still fill the GPU;
-the parts' partial sums are merged by whichever program finishes last, which `counters` tells it.
+Which rows take which way, and how long their runs are, is read on the device (work.py): the grid depends on the width
+alone, so a captured graph serves any mix. What the pieces of a run found is merged by whichever program finishes last,
+which `counters` tells it.
 
 The interpreter (TRITON_INTERPRET=1, no GPU) runs the same kernels except for bfloat16, which it gets wrong.
 """
@@ -24,12 +24,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cache.attend.launch import LINE, fetch_ahead, overlapped
+from cache.attend.merge import LOG2E, merge_one, merge_tile
+from cache.attend.work import FIELDS, pieces_of
 from cache.geometry import UNSCALED, KvScales, Reach
 from cache.step import CellStep
 
-LOG2E = tl.constexpr(1.4426950408889634)
-PROGRAMS_PER_MULTIPROCESSOR = 4
-MAX_SPLITS = 16
+PIECES_PER_MULTIPROCESSOR = 4
+TILE_PIECES_PER_MULTIPROCESSOR = 1
+"""Of all K/V heads together. A tile's results are many, so it is cut only where there are too few of them."""
 MIN_TILES = 4
 
 
@@ -44,38 +46,45 @@ def attend_cells(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     scales: KvScales = UNSCALED,
-    num_splits: int | None = None,
+    num_pieces: int | None = None,
     tile_rows: int | None = None,
     shape: BlockShape | None = None,
 ) -> torch.Tensor:
     """query [W, H, Dk], keys [rows, KV, Dk], values [rows, KV, Dv], sinks [H] -> [W, H, Dv] in query's dtype.
 
     scales: what is stored stands for itself times these.
-    num_splits, tile_rows: powers of two; chosen, like the shape, from the tensors' shapes alone when None. Launches
-    only, no synchronisation.
+    num_pieces: that the cells of all rows are divided into; tile_rows: a power of two. Chosen, like the shape, from the
+    tensors' shapes alone when None. Launches only, no synchronisation.
     """
     width, num_heads, k_dim = query.shape
     num_kv_heads, v_dim = values.shape[1:]
     group = num_heads // num_kv_heads
     run = step.runs[reach]
     query = query if query.stride(-1) == 1 else query.contiguous()
-    if num_splits is None:
-        num_splits = default_splits(width * num_kv_heads, query.device)
     padded_k, padded_v = _pad(k_dim), _pad(v_dim)
     upcast = query.dtype == torch.float32
     out = query.new_empty(width, num_heads, v_dim)
-    # Partial results of each part of each row's run; not touched when there is one part.
-    partial = (width, num_heads, num_splits) if num_splits > 1 else (1, 1, 1)
-    peaks = torch.empty(*partial, dtype=torch.float32, device=query.device)
-    sums = torch.empty(*partial, dtype=torch.float32, device=query.device)
-    outs = torch.empty(*partial, v_dim, dtype=torch.float32, device=query.device)
     tiled = shape or block_shape(max(padded_k, padded_v), upcast)
     if tile_rows is None:
         tile_rows = default_tile_rows(width, group, tiled)
     for rows_each in dict.fromkeys((1, tile_rows)):
         launched = tiled if rows_each > 1 else shape or decode_shape(max(padded_k, padded_v), group, upcast)
+        pieces = pieces_of(
+            step,
+            reach,
+            wanted=num_pieces or default_pieces(rows_each, num_kv_heads, query.device),
+            rows_each=rows_each,
+            tile_rows=tile_rows,
+            block=launched.cells,
+            num_kv_heads=num_kv_heads,
+        )
+        # What the pieces of runs that are cut found, until they are merged.
+        partial = (pieces.most_slots, num_kv_heads, rows_each * group)
+        peaks = torch.empty(*partial, dtype=torch.float32, device=query.device)
+        sums = torch.empty(*partial, dtype=torch.float32, device=query.device)
+        outs = torch.empty(*partial, v_dim, dtype=torch.float32, device=query.device)
         # Heads go first: a cell's K/V of all heads lie side by side, and are read at the same time.
-        _attend_splits[(num_kv_heads, triton.cdiv(width, rows_each), num_splits)](
+        _attend_pieces[(num_kv_heads, pieces.most)](
             query,
             keys,
             values,
@@ -85,11 +94,12 @@ def attend_cells(
             run.count,
             step.page_table,
             step.pages,
+            pieces.table,
+            pieces.counters,
             out,
             peaks,
             sums,
             outs,
-            _counters(step, width * num_kv_heads, query.device) if num_splits > 1 else step.table_row,
             width,
             scale * scales.key,
             scales.value,
@@ -103,7 +113,6 @@ def attend_cells(
             step.page_table.stride(0),
             PAGE_CELLS=step.pages.shape[1],
             ROWS=rows_each,
-            TILE=tile_rows,
             GROUP=group,
             M=_pad(rows_each * group),
             K_DIM=k_dim,
@@ -111,7 +120,6 @@ def attend_cells(
             PADDED_K=padded_k,
             PADDED_V=padded_v,
             BLOCK=launched.cells,
-            SPLITS=num_splits,
             HAS_SOFTCAP=softcap is not None,
             HAS_SINKS=sinks is not None,
             HAS_VALUE_SCALE=scales.value != 1.0,
@@ -123,25 +131,12 @@ def attend_cells(
     return out
 
 
-def _counters(step: CellStep, size: int, device: torch.device) -> torch.Tensor:
-    """[size] i32: how many parts of each row and K/V head are done. Zero before and after every launch.
-
-    Made once a step. A captured step makes its own, inside the capture, so that its graph owns and clears them.
-    """
-    key = ("counters", size, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    if key not in step.plans:
-        step.plans[key] = torch.zeros(size, dtype=torch.int32, device=device)
-    counters = step.plans[key]
-    assert isinstance(counters, torch.Tensor)
-    return counters
-
-
-def default_splits(programs: int, device: torch.device) -> int:
-    """How many parts to cut each run into, so that `programs` = rows * K/V heads fill the GPU. A power of two."""
+def default_pieces(rows_each: int, num_kv_heads: int, device: torch.device) -> int:
+    """So many that those of all heads fill the GPU."""
     if device.type != "cuda":
         return 1
-    wanted = torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_MULTIPROCESSOR // programs
-    return 1 << min(max(wanted, 1), MAX_SPLITS).bit_length() - 1
+    each = PIECES_PER_MULTIPROCESSOR if rows_each == 1 else TILE_PIECES_PER_MULTIPROCESSOR
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count * each // num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +180,7 @@ def _pad(size: int) -> int:
 
 
 @triton.jit
-def _attend_splits(
+def _attend_pieces(
     query,  # [W, H, K_DIM]
     keys,  # [rows, KV, K_DIM]
     values,  # [rows, KV, V_DIM]
@@ -195,11 +190,12 @@ def _attend_splits(
     counts,  # [W] i32
     page_table,  # [sequences, pages] i32
     pages,  # [num_pages, PAGE_CELLS] i32
+    table,  # [most, FIELDS] i32: Pieces.table
+    counters,  # [groups, KV] i32: pieces that are done; zero before and after
     out,  # [W, H, V_DIM]
-    peaks,  # [W, H, SPLITS] f32: largest score of the part, in powers of two
-    sums,  # [W, H, SPLITS] f32: sum of 2 ** (score - peak)
-    outs,  # [W, H, SPLITS, V_DIM] f32: values weighted by the same
-    counters,  # [W, KV] i32: parts that are done; zero before and after
+    peaks,  # [slots, KV, ROWS * GROUP] f32: largest score of the piece, in powers of two
+    sums,  # [slots, KV, ROWS * GROUP] f32: sum of 2 ** (score - peak)
+    outs,  # [slots, KV, ROWS * GROUP, V_DIM] f32: values weighted by the same
     width,
     scale,
     value_scale,
@@ -213,7 +209,6 @@ def _attend_splits(
     page_table_stride,
     PAGE_CELLS: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     M: tl.constexpr,  # noqa: N803
     K_DIM: tl.constexpr,  # noqa: N803
@@ -221,29 +216,30 @@ def _attend_splits(
     PADDED_K: tl.constexpr,  # noqa: N803
     PADDED_V: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
     HAS_SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SINKS: tl.constexpr,  # noqa: N803
     HAS_VALUE_SCALE: tl.constexpr,  # noqa: N803
     UPCAST: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One part of the runs of ROWS rows, for the GROUP query heads of one K/V head: M = ROWS * GROUP, padded."""
+    """One piece of the runs of ROWS rows, for the GROUP query heads of one K/V head: M = ROWS * GROUP, padded."""
     # The step's tables are older than the launch before this one, so they are read ahead of the wait for it.
-    first_row = tl.program_id(1) * ROWS
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
-    split = tl.program_id(2)
-    owner = tl.load(table_row + first_row)
-    if TILE > 1:
-        # Both launches ask the same question of the same tile, so each row is served by exactly one of them.
-        tile = first_row // TILE * TILE + tl.arange(0, TILE)
-        owners = tl.load(table_row + tile, mask=tile < width, other=owner)
-        is_shared = tl.min(owners, 0) == tl.max(owners, 0)
-        if is_shared != (ROWS > 1):
-            if PDL:
-                gdc_wait()  # what is launched behind relies on all that came before
-            return
+    piece = table + tl.program_id(1) * FIELDS
+    group = tl.load(piece)
+    number = tl.load(piece + 1)
+    num_pieces = tl.load(piece + 2)
+    slot = tl.load(piece + 3)
+    owner = tl.load(piece + 4)
+    low = tl.load(piece + 5)
+    high = tl.load(piece + 6)
+    page_number = tl.load(piece + 7).to(tl.int64)
+    if group < 0:
+        if PDL:
+            gdc_wait()  # what is launched behind relies on all that came before
+        return
+    first_row = group * ROWS
 
     m = tl.arange(0, M)
     row = first_row + m // GROUP
@@ -252,16 +248,15 @@ def _attend_splits(
     start = tl.load(starts + row, mask=is_row, other=2147483647)
     end = tl.where(is_row, start + tl.load(counts + row, mask=is_row, other=0), 0)
     first = tl.min(start, 0)
-    last = tl.max(end, 0)
     # Where every block lies within a page, its cells are one aligned load and its page is looked up once a page.
     ALIGNED: tl.constexpr = PAGE_CELLS % BLOCK == 0  # noqa: N806
-    low = first // BLOCK * BLOCK if ALIGNED else first
-    part = tl.cdiv(tl.cdiv(last - low, SPLITS), BLOCK) * BLOCK
-    low += split * part
-    high = tl.minimum(low + part, last)
+    if ALIGNED:
+        low = low // BLOCK * BLOCK  # as it is; so that the compiler knows
     if PDL:
         if ALIGNED and PADDED_K >= LINE and PADDED_V >= LINE:
-            near = _first_cells(pages, page_table + owner * page_table_stride, low, high, PAGE_CELLS, BLOCK)
+            position = low + tl.arange(0, BLOCK)
+            near_at = pages + page_number * PAGE_CELLS + position % PAGE_CELLS
+            near = tl.load(near_at, mask=position < high, other=0).to(tl.int64)
             k_line = near[:, None] * key_row_stride + kv_head * key_head_stride
             v_line = near[:, None] * value_row_stride + kv_head * value_head_stride
             fetch_ahead(keys + k_line + (tl.arange(0, PADDED_K // LINE) * LINE)[None, :])
@@ -289,7 +284,9 @@ def _attend_splits(
         if ALIGNED:
             page_low = tl.maximum(low, page * PAGE_CELLS)
             page_high = tl.minimum(high, (page + 1) * PAGE_CELLS)
-            cells += (tl.load(page_table + owner * page_table_stride + page).to(tl.int64) - page) * PAGE_CELLS
+            cells += (page_number - page) * PAGE_CELLS
+            is_more = (page + 1) * PAGE_CELLS < high
+            page_number = tl.load(page_table + owner * page_table_stride + page + 1, mask=is_more, other=0).to(tl.int64)
         # The cells of the next block are looked up while this one's K/V are under way.
         cell = _cells_at(cells, page_table, owner, page_table_stride, page_low, page_high, ALIGNED, PAGE_CELLS, BLOCK)
         for block in range(page_low, page_high, BLOCK):
@@ -329,9 +326,7 @@ def _attend_splits(
         gdc_launch_dependents()
     if HAS_VALUE_SCALE:
         weighted *= value_scale
-    num_heads = num_kv_heads * GROUP
-    place = row.to(tl.int64) * num_heads + head
-    if SPLITS == 1:
+    if num_pieces == 1:
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
             base = tl.maximum(peak, sink)
@@ -339,57 +334,66 @@ def _attend_splits(
             total = total * decay + tl.exp2(sink - base)
             weighted = weighted * decay[:, None]
         total = tl.where(is_row, total, 1.0)  # lanes without a row have seen nothing: not 0 / 0
+        place = row.to(tl.int64) * (num_kv_heads * GROUP) + head
         tl.store(
             out + place[:, None] * V_DIM + v_lane[None, :],
             (weighted / total[:, None]).to(out.dtype.element_ty),
             mask=is_row[:, None] & (v_lane < V_DIM)[None, :],
         )
     else:
-        # A part without cells has peak -inf and sum 0; its values are neither written nor read.
-        tl.store(peaks + place * SPLITS + split, peak, mask=is_row)
-        tl.store(sums + place * SPLITS + split, total, mask=is_row)
+        # A row that sees no cell of the piece has peak -inf and sum 0; its values are neither written nor read.
+        at = (slot.to(tl.int64) * num_kv_heads + kv_head) * (ROWS * GROUP) + m
+        tl.store(peaks + at, peak, mask=is_row)
+        tl.store(sums + at, total, mask=is_row)
         tl.store(
-            outs + (place * SPLITS + split)[:, None] * V_DIM + v_lane[None, :],
+            outs + at[:, None] * V_DIM + v_lane[None, :],
             weighted,
             mask=(is_row & (peak > -float("inf")))[:, None] & (v_lane < V_DIM)[None, :],
         )
-        counter = counters + first_row * num_kv_heads + kv_head
+        counter = counters + group * num_kv_heads + kv_head
         tl.debug_barrier()  # every thread's part is written before one of them says so
-        if tl.atomic_add(counter, 1) == SPLITS - 1:
+        if tl.atomic_add(counter, 1) == num_pieces - 1:
             tl.store(counter, 0)
+            # The group's pieces have neighbouring slots, and each K/V head its share of every slot.
+            stride = num_kv_heads * (ROWS * GROUP)
+            mine = ((slot - number).to(tl.int64) * num_kv_heads + kv_head) * (ROWS * GROUP)
             if ROWS == 1:
                 for member in tl.static_range(GROUP):
-                    _merge_one(
+                    head_at = kv_head * GROUP + member
+                    place_at = first_row.to(tl.int64) * (num_kv_heads * GROUP) + head_at
+                    merge_one(
                         peaks,
                         sums,
                         outs,
                         sinks,
                         out,
-                        first_row.to(tl.int64) * num_heads + kv_head * GROUP + member,
-                        kv_head * GROUP + member,
+                        mine + member,
+                        stride,
+                        num_pieces,
+                        place_at,
+                        head_at,
                         V_DIM,
                         PADDED_V,
-                        SPLITS,
                         HAS_SINKS,
                     )
             else:
-                _merge_tile(peaks, sums, outs, sinks, out, place, head, is_row, M, V_DIM, PADDED_V, SPLITS, HAS_SINKS)
-
-
-@triton.jit
-def _first_cells(
-    pages,
-    page_row,
-    low,
-    high,
-    PAGE_CELLS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """[BLOCK] i64: the pool rows of the block at `low`, 0 past `high`."""
-    page = tl.load(page_row + low // PAGE_CELLS, mask=low < high, other=0).to(tl.int64)
-    position = low + tl.arange(0, BLOCK)
-    cell = tl.load(pages + page * PAGE_CELLS + position % PAGE_CELLS, mask=position < high, other=0)
-    return cell.to(tl.int64)
+                merge_tile(
+                    peaks,
+                    sums,
+                    outs,
+                    sinks,
+                    out,
+                    mine + m,
+                    stride,
+                    num_pieces,
+                    row.to(tl.int64) * (num_kv_heads * GROUP) + head,
+                    head,
+                    is_row,
+                    M,
+                    V_DIM,
+                    PADDED_V,
+                    HAS_SINKS,
+                )
 
 
 @triton.jit
@@ -416,90 +420,3 @@ def _cells_at(
         page = tl.load(page_table + owner * page_table_stride + position // PAGE_CELLS, mask=is_cell, other=0)
         cell = tl.load(cells + page.to(tl.int64) * PAGE_CELLS + position % PAGE_CELLS, mask=is_cell, other=0)
     return cell.to(tl.int64)
-
-
-@triton.jit
-def _merge_one(
-    peaks,
-    sums,
-    outs,
-    sinks,
-    out,
-    place,
-    head,
-    V_DIM: tl.constexpr,  # noqa: N803
-    PADDED_V: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    HAS_SINKS: tl.constexpr,  # noqa: N803
-):
-    """One row and head: the parts' sums brought to one peak and added, all parts at once.
-
-    Other programs wrote them: they are read past the L1 cache.
-    """
-    split = tl.arange(0, SPLITS)
-    v_lane = tl.arange(0, PADDED_V)
-    peak = tl.load(peaks + place * SPLITS + split, cache_modifier=".cg")
-    base = tl.max(peak, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        base = tl.maximum(base, sink)
-    decay = tl.exp2(peak - base)
-    total = tl.sum(tl.load(sums + place * SPLITS + split, cache_modifier=".cg") * decay, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - base)
-    weighted = tl.load(
-        outs + (place * SPLITS + split)[:, None] * V_DIM + v_lane[None, :],
-        mask=(peak > -float("inf"))[:, None] & (v_lane < V_DIM)[None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    result = tl.sum(weighted * decay[:, None], 0) / total
-    tl.store(out + place * V_DIM + v_lane, result.to(out.dtype.element_ty), mask=v_lane < V_DIM)
-
-
-@triton.jit
-def _merge_tile(
-    peaks,
-    sums,
-    outs,
-    sinks,
-    out,
-    place,  # [M]
-    head,  # [M]
-    is_row,  # [M]
-    M: tl.constexpr,  # noqa: N803
-    V_DIM: tl.constexpr,  # noqa: N803
-    PADDED_V: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    HAS_SINKS: tl.constexpr,  # noqa: N803
-):
-    """All rows and heads of a tile, part by part."""
-    v_lane = tl.arange(0, PADDED_V)
-    base = tl.full([M], -float("inf"), tl.float32)
-    if HAS_SINKS:
-        base = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-    sink = base
-    for split in range(SPLITS):
-        peak = tl.load(peaks + place * SPLITS + split, mask=is_row, other=0.0, cache_modifier=".cg")
-        base = tl.maximum(base, peak)
-    total = tl.where(is_row, 0.0, 1.0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - base)
-    weighted = tl.zeros([M, PADDED_V], tl.float32)
-    for split in range(SPLITS):
-        at = place * SPLITS + split
-        peak = tl.load(peaks + at, mask=is_row, other=-float("inf"), cache_modifier=".cg")
-        decay = tl.exp2(peak - base)
-        total += tl.load(sums + at, mask=is_row, other=0.0, cache_modifier=".cg") * decay
-        values = tl.load(
-            outs + at[:, None] * V_DIM + v_lane[None, :],
-            mask=(peak > -float("inf"))[:, None] & (v_lane < V_DIM)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weighted += values * decay[:, None]
-    tl.store(
-        out + place[:, None] * V_DIM + v_lane[None, :],
-        (weighted / total[:, None]).to(out.dtype.element_ty),
-        mask=is_row[:, None] & (v_lane < V_DIM)[None, :],
-    )

@@ -29,7 +29,7 @@ def test_the_kernels_equal_the_mask_in_any_mix_of_rows(
     """Decodes, chunks, forks, padding and every reach, with and without a cap and sinks."""
     from cache.attend import triton_cells
 
-    for seed, num_splits in ((0, None), (1, 4)):
+    for seed, num_pieces in ((0, None), (1, 4)):
         rng = random.Random(seed)
         pool = plain_pool(4000, kv_heads=heads[1], k_dim=dims[0], v_dim=dims[1], dtype=dtype, device="cuda")
         cells = random_cells(rng, 4000, sequences=5, longest=600)
@@ -38,7 +38,7 @@ def test_the_kernels_equal_the_mask_in_any_mix_of_rows(
         args = (torch.randn(step.width, heads[0], dims[0], device="cuda").to(dtype), pool.keys[0], pool.values[0], step)
         for reach in REACHES:
             for extras in (dict[str, Any](), {"softcap": 3.0}, {"sinks": torch.randn(heads[0], device="cuda")}):
-                out = triton_cells.attend_cells(*args, reach=reach, scale=0.1, num_splits=num_splits, **extras)
+                out = triton_cells.attend_cells(*args, reach=reach, scale=0.1, num_pieces=num_pieces, **extras)
                 expected = reference.attend_cells(*args, reach=reach, scale=0.1, **extras)
                 torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 

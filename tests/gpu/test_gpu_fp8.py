@@ -72,7 +72,7 @@ def test_the_kernels_equal_the_mask_over_what_the_cells_stand_for(
     """Decodes, chunks, forks, padding and every reach, with and without a cap and sinks, scaled and not."""
     from cache.attend import triton_cells
 
-    for seed, num_splits, scales in ((0, None, UNSCALED), (1, 4, KvScales(0.5, 0.3)), (2, None, KvScales(1.7, 1.9))):
+    for seed, num_pieces, scales in ((0, None, UNSCALED), (1, 4, KvScales(0.5, 0.3)), (2, None, KvScales(1.7, 1.9))):
         rng = random.Random(seed)
         pool = plain_pool(4000, kv_heads=heads[1], k_dim=dims[0], v_dim=dims[1], dtype=FP8, device="cuda")
         cells = random_cells(rng, 4000, sequences=5, longest=600)
@@ -89,7 +89,7 @@ def test_the_kernels_equal_the_mask_over_what_the_cells_stand_for(
                     step,
                     reach=reach,
                     scale=0.1,
-                    num_splits=num_splits,
+                    num_pieces=num_pieces,
                     scales=scales,
                     **extras,
                 )

@@ -1,0 +1,205 @@
+"""Cuts the runs of a step into pieces of like size, on the device: what one program of attention then works through.
+
+    runs     a ############  b ##  c ######         pieces of 4 blocks:  a0 a1 a2 | b0 | c0 c1
+
+Rows of one step read runs of any lengths, so a fixed number of parts a row leaves most programs with little to do while
+the longest run is read by few. Here the cells of the step are divided by the number of pieces that fill the GPU, and
+every run gets as many equal pieces of about that size as it needs. The grid holds the most pieces that can come of it,
+which the width alone tells, so that a captured graph serves any mix; programs past the last piece end at once.
+"""
+
+# Triton is not typed, and a kernel's arguments are pointers and compile-time constants.
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from cache.geometry import Reach
+from cache.step import CellStep
+
+ROWS_AT_ONCE = 1024
+"""Rows that the one program of `_cut` looks at in a turn."""
+RANKS = tl.constexpr(4)
+"""Pieces are handed out by length, roughly, so that programs that end last have little left to do."""
+SMALL = tl.constexpr(256)
+"""Cells below which a piece's beginning and end cost more than its even share of the work gains."""
+FIELDS = tl.constexpr(8)
+"""Of a piece: its group (-1: there is no such piece), its number in the group, the group's pieces, its slot of partial
+results, the group's sequence, its first position, the position behind its last, and the page of the first. One line of
+memory, because each program begins by waiting for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What `_attend_pieces` reads. Groups are `rows_each` neighbouring rows."""
+
+    most: int
+    """Pieces that there can be."""
+    most_slots: int
+    """Pieces of groups that have several, at most."""
+    table: torch.Tensor  # [most, FIELDS] i32, the long ones first
+    counters: torch.Tensor  # [groups * K/V heads] i32: pieces of each that are done; zero before and after a launch
+
+
+def pieces_of(
+    step: CellStep, reach: Reach, *, wanted: int, rows_each: int, tile_rows: int, block: int, num_kv_heads: int
+) -> Pieces:
+    """The step's pieces, cut by its first layer and kept for the others.
+
+    wanted: pieces to divide the cells into; each group adds at most one. rows_each: 1, for rows that are not in a tile
+    of one sequence, or tile_rows, for those that are. block: cells that a piece is a multiple of.
+    Made inside a capture, they belong to that graph, which cuts each step anew: a step is captured once.
+    """
+    device = step.table_row.device
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    key = ("pieces", reach, wanted, rows_each, tile_rows, block, num_kv_heads, is_captured)
+    made = step.plans.get(key)
+    if made is None:
+        made = step.plans[key] = _make(step, reach, wanted, rows_each, tile_rows, block, num_kv_heads)
+    assert isinstance(made, Pieces)
+    return made
+
+
+def _make(
+    step: CellStep, reach: Reach, wanted: int, rows_each: int, tile_rows: int, block: int, num_kv_heads: int
+) -> Pieces:
+    device = step.table_row.device
+    run = step.runs[reach]
+    groups = triton.cdiv(step.width, rows_each)
+    # A group of `span` cells gets span / size pieces, rounded and at least one, and the spans of all are at most wanted
+    # * size. Where it gets two or more, they are at most 4 / 3 of span / size.
+    most, most_slots = groups + wanted, 2 * wanted
+    table = torch.empty(most, FIELDS.value, dtype=torch.int32, device=device)
+    page_cells = step.pages.shape[1]
+    _cut[(1,)](
+        step.table_row,
+        run.start,
+        run.count,
+        step.page_table,
+        table,
+        step.width,
+        most,
+        wanted,
+        step.page_table.stride(0),
+        ROWS=rows_each,
+        TILE=tile_rows,
+        UNIT=block,
+        PAGE_CELLS=page_cells if page_cells % block == 0 else 0,
+        AT_ONCE=ROWS_AT_ONCE,
+        num_warps=8,
+    )
+    # Behind the cut, whatever this costs: attention reads the table ahead of its wait for the launch before it, which
+    # must not be the one that writes it (launch.py).
+    counters = torch.zeros(groups * num_kv_heads, dtype=torch.int32, device=device)
+    return Pieces(most, most_slots, table, counters)
+
+
+@triton.jit
+def _cut(
+    table_row,  # [W] i32
+    starts,  # [W] i32
+    counts,  # [W] i32
+    page_table,  # [sequences, pages] i32
+    table,  # [most, FIELDS] i32
+    width,
+    most,
+    wanted,
+    page_table_stride,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAGE_CELLS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One program. PAGE_CELLS: 0 where blocks do not lie within pages: then no piece need begin with a block."""
+    ALIGN: tl.constexpr = UNIT if PAGE_CELLS else 1  # noqa: N806
+    cells = tl.full((), 0, tl.int64)
+    longest = tl.full((), 0, tl.int32)
+    num_groups = 0
+    for low in range(0, width, AT_ONCE):
+        first, last, _, is_here = _groups(table_row, starts, counts, low, width, ROWS, TILE, ALIGN, AT_ONCE)
+        span = tl.where(is_here, last - first, 0)
+        cells += tl.sum(span.to(tl.int64), 0)
+        longest = tl.maximum(longest, tl.max(span, 0))
+        num_groups += tl.sum(is_here.to(tl.int32), 0)
+    size = tl.cdiv(cells, wanted)
+    if longest.to(tl.int64) * num_groups * 2 > cells * 3:
+        # Uneven: so that the longest do not go on alone, half of that, but no pieces that are mostly beginning and end.
+        size = tl.minimum(size, tl.maximum(tl.cdiv(size, 2), SMALL))
+    size = tl.maximum(tl.cdiv(size, UNIT), 1).to(tl.int32) * UNIT
+
+    done = 0
+    for rank in range(RANKS):
+        slots = 0
+        for low in range(0, width, AT_ONCE):
+            first, last, owner, is_here = _groups(table_row, starts, counts, low, width, ROWS, TILE, ALIGN, AT_ONCE)
+            span = last - first
+            pieces = tl.maximum((span + size // 2) // size, 1)
+            each = tl.maximum(tl.cdiv(tl.cdiv(span, pieces), UNIT), 1) * UNIT  # so long is each but the last
+            pieces = tl.where(is_here, tl.maximum(tl.cdiv(span, each), 1), 0)
+            shared = tl.where(pieces > 1, pieces, 0)
+            slot = slots + tl.cumsum(shared, 0) - shared
+            slots += tl.sum(shared, 0)
+            length = tl.minimum(each, span)
+            is_ranked = tl.maximum(RANKS - 1 - length * (RANKS - 1) // size, 0) == rank
+            pieces = tl.where(is_ranked, pieces, 0)
+            place = (done + tl.cumsum(pieces, 0) - pieces) * FIELDS
+            done += tl.sum(pieces, 0)
+            group = low // ROWS + tl.arange(0, AT_ONCE // ROWS)
+            for number in range(tl.max(pieces, 0)):
+                is_piece = number < pieces
+                at = table + place + number * FIELDS
+                begin = first + number * each
+                tl.store(at, group, mask=is_piece)
+                tl.store(at + 1, pieces * 0 + number, mask=is_piece)
+                tl.store(at + 2, pieces, mask=is_piece)
+                tl.store(at + 3, slot + number, mask=is_piece)
+                tl.store(at + 4, owner, mask=is_piece)
+                tl.store(at + 5, begin, mask=is_piece)
+                tl.store(at + 6, tl.minimum(begin + each, last), mask=is_piece)
+                if PAGE_CELLS:
+                    page_at = page_table + owner.to(tl.int64) * page_table_stride + begin // PAGE_CELLS
+                    tl.store(at + 7, tl.load(page_at, mask=is_piece, other=0), mask=is_piece)
+    for low in range(done, most, AT_ONCE):
+        rest = low + tl.arange(0, AT_ONCE)
+        tl.store(table + rest * FIELDS, rest * 0 - 1, mask=rest < most)
+
+
+@triton.jit
+def _groups(
+    table_row,
+    starts,
+    counts,
+    low,
+    width,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """[AT_ONCE / ROWS] i32 each, of the groups from row `low` on: the position that they visit first, rounded down to
+    ALIGN, the one behind their last, whose cells these are, and whether the group is one of ROWS rows here."""
+    row = low + tl.arange(0, AT_ONCE // TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    is_row = row < width
+    start = tl.load(starts + row, mask=is_row, other=2147483647)
+    end = tl.where(is_row, start + tl.load(counts + row, mask=is_row, other=0), 0)
+    owner = tl.load(table_row + row, mask=is_row, other=-1)
+    highest = tl.max(owner, 1)
+    is_shared = (tl.min(tl.where(is_row, owner, highest[:, None]), 1) == highest) & (TILE > 1)
+    if ROWS > 1:
+        is_here = is_shared & (highest >= 0)
+        first = tl.min(start, 1)
+        last = tl.max(end, 1)
+        owner = highest
+    else:
+        is_here = tl.reshape(is_row & (is_shared == 0)[:, None], [AT_ONCE])
+        first = tl.reshape(start, [AT_ONCE])
+        last = tl.reshape(end, [AT_ONCE])
+        owner = tl.reshape(owner, [AT_ONCE])
+    return first // ALIGN * ALIGN, last, owner, is_here
