@@ -27,7 +27,7 @@ from engine.slices import run_slice
 from engine.types import Batch, ChunkOutput, SamplingParams, StepOutput, TokenLogprobs
 from engine.uploads import upload, upload_integers
 from static_graphs.additional import AdditionalMethods
-from static_graphs.forwards import Forwards, Model
+from static_graphs.forwards import Forwards, Model, Scores
 from static_graphs.methods import plan_slices
 
 
@@ -374,7 +374,7 @@ class CellExecutor:
             span = slice(step_slice.offset, step_slice.offset + step_slice.length)
             mine = slice(first_row, first_row + len(asked))
             first_row = mine.stop
-            logits = run_slice(
+            scores = run_slice(
                 self._forwards,
                 self._cache,
                 step_slice,
@@ -385,8 +385,8 @@ class CellExecutor:
                 pooled.take(step_slice),
             )
             ran.append((self._forwards.methods[step_slice.method].name, step_slice.length, step_slice.width))
-            if logits is not None:
-                part = self._answer(batch, packed, asked, logits, drawn_by[mine], prompt_logprobs)
+            if scores is not None:
+                part = self._answer(batch, packed, asked, scores, drawn_by[mine], prompt_logprobs)
                 if part is not None:
                     parts.append(part)
         return CellInFlight(batch, tuple(parts), prompt_logprobs, dict(packed.refusals), tuple(ran), pooled)
@@ -396,15 +396,16 @@ class CellExecutor:
         batch: Batch,
         packed: PackedStep,
         asked: npt.NDArray[np.int64],
-        logits: torch.Tensor,
+        scores: Scores,
         owners: torch.Tensor,
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> SlicePart | None:
-        """Draw from the slice's logits [R, V], which answer `packed.selected[asked]`; note the prompt's logprobs.
+        """Draw from the slice's scores of R rows, which answer `packed.selected[asked]`; note the prompt's logprobs.
 
         owners: [R] i64, device, the sequence of each.
         """
         answers, draws, rows = packed.answers[asked], packed.draws[asked], packed.selected[asked]
+        logits, best = scores.logits, scores.best
         for chunk_index in np.unique(answers[draws < 0]).tolist():
             chunk = batch.chunks[chunk_index]
             mine = np.flatnonzero((answers == chunk_index) & (draws < 0))
@@ -419,11 +420,11 @@ class CellExecutor:
             return None
         if len(drawn) < len(draws):
             at = upload(drawn, self._device)
-            logits, owners = logits[at], owners[at]
+            logits, owners, best = logits[at], owners[at], None
         slots = packed.seq_ids[rows[drawn]].astype(np.int64)
         choices = draws[drawn].astype(np.int64)
         fed = packed.tokens[rows[drawn]]
-        sampled = self._sampler.sample(logits, slots, packed.positions[rows[drawn]] + 1, choices, fed)
+        sampled = self._sampler.sample(logits, slots, packed.positions[rows[drawn]] + 1, choices, fed, best)
         ids = sampled.ids
         if choices.any():  # a fork's token is its own session's last token, not the stem's
             own = upload(np.flatnonzero(choices == 0), self._device)

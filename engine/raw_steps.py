@@ -122,15 +122,17 @@ class RawSteps:
             rows, indices = select_rows(wanted, step_slice.offset, step_slice.length)
             selected = upload(rows, self._device) if len(rows) else None
             try:
-                logits = run_slice(
+                scores = run_slice(
                     self._forwards, self._cache, step_slice, tokens[span], positions[span], step.seq_ids[span], selected
                 )
             except torch.AcceleratorError:
                 raise  # the device is lost, and the engine with it
             except Exception as error:  # whatever a model raises
                 raise StepFailed(f"forward {span.start}..{span.stop} of a raw step failed: {error}") from error
-            if logits is None:
+            if scores is None:
                 logits = torch.empty(0, self._forwards.vocab_size, device=self._device)
+            else:  # the owner may keep them, and the next forward writes a captured head's again
+                logits = scores.logits if scores.best is None else scores.logits.clone()
             taps = self._forwards.taps(step_slice.width)
             if not consume(RawOutput(step_slice.offset, step_slice.length, logits, taps, indices)):
                 return False

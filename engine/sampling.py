@@ -24,6 +24,7 @@ from engine.uploads import upload
 from static_graphs.sampler import (
     GREEDY_BELOW,
     MAX_CANDIDATES,
+    Best,
     RawLogprobs,
     Route,
     SampleInputs,
@@ -103,6 +104,7 @@ class Sampler:
         positions: NDArray[np.int64],
         draws: NDArray[np.int64],
         fed: NDArray[np.int64] | None = None,
+        best: Best | None = None,
     ) -> Sampled:
         """Launch one draw for each row; nothing waits for the device.
 
@@ -110,14 +112,18 @@ class Sampler:
         positions: of the tokens being drawn (a prompt of n tokens draws its first at n). draws: j of a row draws with
         the slot's seed + j, from that slot's penalties; only draw 0 is recorded in them.
         fed: i64[R], the token that each row ran; needed, and not -1, where a slot has a grammar.
+        best: of `logits`, where it is known already.
         """
         rows = self._rows[slots]
         assert rows["is_open"].all(), f"slots {slots[~rows['is_open']].tolist()} are not open"
         edited = self._edits.apply(logits, slots, positions)
         edited, errors = self._masks.apply(edited, slots, positions, fed)
-        ids = self._draw(edited, rows, positions, rows["seed"] + draws)
+        if best is not None and edited is logits and (rows["temperature"] < GREEDY_BELOW).all():
+            ids = best.ids
+        else:
+            ids = self._draw(edited, rows, positions, rows["seed"] + draws)
         self._edits.record(ids, slots, draws)
-        told = _marked(ids, logits)
+        told = _marked(ids, logits) if best is None else best.mark(ids)
         wanting = np.flatnonzero(rows["logprobs"] >= 0)
         if not wanting.size:
             return Sampled(ids, told, [], [], None, errors)

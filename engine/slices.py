@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from cache.cell_cache import CellCache
-from static_graphs.forwards import Forwards
+from static_graphs.forwards import Forwards, Scores
 from static_graphs.methods import StepSlice
 
 
@@ -22,20 +22,20 @@ def run_slice(
     seq_ids: npt.NDArray[np.int32],
     selected: torch.Tensor | None,
     on_hidden: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor | None:
+) -> Scores | None:
     """tokens, positions: [length] i64, device, of the slice alone; seq_ids [length].
 
     selected: [R] i64, device, the slice's rows whose logits are wanted; None: no row's.
     on_hidden: called with the body's hidden states [W, hidden] before the head runs.
-    -> logits [R, V], None where none is wanted. A forward that raises gives back exactly the cells it claimed; one that
+    -> of the R rows, None where none is wanted. A forward that raises gives back exactly the cells it claimed; one that
     was launched keeps them.
     """
     cache.declare_step(seq_ids)
     step = cache.prepare_step(step_slice.width)
     try:
-        logits = forwards.run(step_slice, tokens, positions, step, selected, on_hidden)
+        scores = forwards.run(step_slice, tokens, positions, step, selected, on_hidden)
     except BaseException:
         cache.undo_step()
         raise
     cache.commit_step()
-    return logits
+    return scores

@@ -151,9 +151,10 @@ def time_decode(
         def decode() -> None:
             cache.declare_step(sequences)
             step = cache.prepare_step(step_slice.width)
-            logits = forwards.run(step_slice, tokens, positions, step, selected)
-            assert logits is not None
-            sample_argmax(logits)
+            scores = forwards.run(step_slice, tokens, positions, step, selected)
+            assert scores is not None
+            if scores.best is None:
+                sample_argmax(scores.logits)
             cache.commit_step()
 
         decode()

@@ -1,7 +1,8 @@
 """forward_N as CUDA graphs: the body of every static width captured once, widest first, in one memory pool.
 
 A graph reads its tokens, positions and step from fixed addresses, so one capture serves any mix of sequences and is
-never taken again: the pool grows in place (DESIGN D4). Head and sampler run on the selected rows behind the replay.
+never taken again: the pool grows in place (DESIGN D4). The head, with the argmax behind it, is captured over a ladder
+of its own, for the selected rows of any body. A draw runs behind the replays.
 Engine thread only; every launch is on the stream that is current when `capture` is called.
 """
 
@@ -10,14 +11,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
 from cache.step import CellStep
-from static_graphs.forwards import Forwards, Model
+from static_graphs.forwards import Forwards, Model, Scores
 from static_graphs.methods import Method, StepSlice
+from static_graphs.sampler import Best
 from static_graphs.taps import Taps
 
+HEAD_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Rows of the captured heads: one waits for its weights, so that few rows too many cost little."""
 WARMUP_RUNS = 2
 """Eager runs before a capture: Triton compiles and cuBLAS takes its workspace outside the graph."""
 
@@ -40,8 +45,11 @@ class CapturedForwards(Forwards):
         self._positions = torch.zeros(widest, dtype=torch.int64, device=device)  # [widest]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by width
         self._hidden: dict[int, torch.Tensor] = {}  # [W, hidden], written by each replay
+        self._heads: dict[int, torch.cuda.CUDAGraph] = {}  # by rows, ascending
+        self._head_scores: dict[int, Scores] = {}
+        self._chosen = torch.empty(0, 0, device=device)  # [most rows, hidden], read by each head
         self.captures = 0
-        """Graphs captured since the start: stays at the number of static methods."""
+        """Graphs captured since the start: stays at the number of static methods and heads."""
 
     @torch.inference_mode()
     def capture(
@@ -55,10 +63,12 @@ class CapturedForwards(Forwards):
         and takes it back.
         """
         widths = sorted((method.max_tokens for method in self.methods if method.is_static), reverse=True)
+        heads = [rows for rows in HEAD_ROWS if rows <= max(widths, default=0)]
+        total = len(widths) + len(heads)
         memory = torch.cuda.graph_pool_handle()
         with frozen_garbage():
             for done, width in enumerate(widths):
-                progress("capturing graphs", done, len(widths))
+                progress("capturing graphs", done, total)
                 with prepared_step(width) as step:
                     tokens, positions = self._tokens[:width], self._positions[:width]
                     for _ in range(WARMUP_RUNS):
@@ -69,7 +79,27 @@ class CapturedForwards(Forwards):
                         self._hidden[width] = self._run_body(tokens, positions, step)
                     self._graphs[width] = graph
                     self.captures += 1
-            progress("capturing graphs", len(widths), len(widths))
+            for done, rows in enumerate(reversed(heads), len(widths)):
+                progress("capturing graphs", done, total)
+                self._capture_head(rows, memory)
+            self._heads = dict(sorted(self._heads.items()))
+            progress("capturing graphs", total, total)
+
+    def _capture_head(self, rows: int, memory: Any) -> None:
+        """The most rows come first. Every body is captured."""
+        if not self._heads:
+            hidden = self._hidden[max(self._hidden)]
+            self._chosen = hidden.new_zeros(rows, hidden.shape[1])
+        for _ in range(WARMUP_RUNS):
+            Best.of(self.model.logits(self._chosen[:rows]))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            logits = self.model.logits(self._chosen[:rows])
+            self._head_scores[rows] = Scores(logits, Best.of(logits))
+        self._check_logits(logits, rows, f"the head of {rows} rows")
+        self._heads[rows] = graph
+        self.captures += 1
 
     def graph(self, width: int) -> torch.cuda.CUDAGraph:
         """The captured body of a static width, for whoever times it."""
@@ -89,6 +119,16 @@ class CapturedForwards(Forwards):
             self._positions[length:width].zero_()
         graph.replay()
         return self._hidden[width]
+
+    def _scores(self, hidden: torch.Tensor, selected: torch.Tensor, rows: int, name: str) -> Scores:
+        width = next((width for width in self._heads if width >= len(selected)), None)
+        if width is None:
+            return super()._scores(hidden, selected, rows, name)
+        torch.index_select(hidden, 0, selected, out=self._chosen[: len(selected)])
+        self._heads[width].replay()
+        scores = self._head_scores[width]
+        assert scores.best is not None
+        return Scores(scores.logits[:rows], scores.best.rows(rows))
 
 
 @contextmanager

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from cache.step import CellStep
 from static_graphs.methods import Method, StepSlice
+from static_graphs.sampler import Best
 from static_graphs.taps import Taps
 
 
@@ -30,6 +32,15 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, V]."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the head makes of R rows. Captured heads write the same memory again with the next forward."""
+
+    logits: torch.Tensor  # [R, V]
+    best: Best | None = None
+    """Of these logits, where the head's graph holds it too."""
 
 
 class Forwards:
@@ -63,14 +74,14 @@ class Forwards:
         step: CellStep,
         selected: torch.Tensor | None,
         on_hidden: Callable[[torch.Tensor], None] | None = None,
-    ) -> torch.Tensor | None:
+    ) -> Scores | None:
         """One forward.
 
         tokens, positions: [length] i64 of the slice's real tokens; step: prepared for step_slice.width rows.
         selected: [R] i64 rows of the slice, any order, repeats allowed; None when no logits are wanted: the head then
         does not run at all. on_hidden: called with the body's output [width, hidden], behind the final norm, padding
         rows included; the next forward may overwrite it.
-        -> logits [R, V]. Raises ValueError when the model's are of another shape.
+        -> of the R rows. Raises ValueError when the model's logits are of another shape.
         """
         hidden = self._body(step_slice, tokens, positions, step)
         self._calls[step_slice.method] += 1
@@ -83,11 +94,7 @@ class Forwards:
         method = self.methods[step_slice.method]
         if not method.is_static and rows < self._min_selected_rows:
             selected = torch.cat((selected, selected[-1:].expand(self._min_selected_rows - rows)))
-        logits = self.model.logits(hidden.index_select(0, selected))
-        expected = (len(selected), self.vocab_size)
-        if logits.shape != expected:  # ids drawn from it would be of other rows, or of no token (EXE-15)
-            raise ValueError(f"{method.name} gave logits {list(logits.shape)}: {list(expected)} were expected")
-        return logits[:rows]
+        return self._scores(hidden, selected, rows, method.name)
 
     def taps(self, width: int) -> torch.Tensor | None:
         """[width, k * hidden] of the last forward, padding rows included; overwritten by the next one."""
@@ -107,6 +114,17 @@ class Forwards:
             tokens = torch.nn.functional.pad(tokens, (0, padding))
             positions = torch.nn.functional.pad(positions, (0, padding))
         return self._run_body(tokens, positions, step)
+
+    def _scores(self, hidden: torch.Tensor, selected: torch.Tensor, rows: int, name: str) -> Scores:
+        """The head over `selected` rows of hidden, of which the first `rows` count. name: of the method that ran."""
+        logits = self.model.logits(hidden.index_select(0, selected))
+        self._check_logits(logits, len(selected), name)
+        return Scores(logits[:rows])
+
+    def _check_logits(self, logits: torch.Tensor, rows: int, name: str) -> None:
+        expected = (rows, self.vocab_size)
+        if logits.shape != expected:  # ids drawn from it would be of other rows, or of no token (EXE-15)
+            raise ValueError(f"{name} gave logits {list(logits.shape)}: {list(expected)} were expected")
 
     def _run_body(self, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep) -> torch.Tensor:
         """The model's body, its tapped layers heard."""

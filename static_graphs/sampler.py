@@ -124,8 +124,36 @@ def sample_argmax(logits: Tensor) -> Tensor:
     if logits.is_cuda:
         from static_graphs.kernels import sampling
 
-        return sampling.argmax_rows(logits)
+        return sampling.argmax_rows(logits)[0]
     return logits.to(torch.float32).argmax(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """What one read of R rows of logits, as the model gave them, tells."""
+
+    ids: Tensor  # [R] i64, as of `sample_argmax`
+    is_finite: Tensor  # [R] bool: the largest is a finite number: no NaN, no infinity, not all ruled out
+    marked: Tensor  # [R] i64: `mark(ids)`
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Best:
+        if logits.is_cuda:
+            from static_graphs.kernels import sampling
+
+            ids, peak = sampling.argmax_rows(logits)
+        else:
+            ids, peak = sample_argmax(logits), logits.amax(1)
+        is_finite = peak.isfinite()
+        return cls(ids, is_finite, torch.where(is_finite, ids, ~ids))
+
+    def mark(self, drawn: Tensor) -> Tensor:
+        """i64[R] drawn ids -> the same, as -1 - id where the row is not finite: what a draw makes of it is its own."""
+        return self.marked if drawn is self.ids else torch.where(self.is_finite, drawn, ~drawn)
+
+    def rows(self, count: int) -> Best:
+        """Of the first `count` rows."""
+        return Best(self.ids[:count], self.is_finite[:count], self.marked[:count])
 
 
 def largest(logits: Tensor, count: int) -> Tensor:

@@ -34,7 +34,8 @@ def run(model, tokens, selected, **options):
     (only,) = plan_slices(len(tokens), forwards.methods)
     rows = None if selected is None else torch.tensor(selected)
     at = torch.arange(5, 5 + len(tokens))
-    return forwards, forwards.run(only, torch.tensor(tokens), at, None, rows)
+    scores = forwards.run(only, torch.tensor(tokens), at, None, rows)
+    return forwards, None if scores is None else scores.logits
 
 
 def test_pad_6_padding_runs_id_0_at_position_0():

@@ -73,14 +73,17 @@ class SamplerTiling:
     """Logits of a cut row kept for `settle`; a row with more of them is read again as a whole."""
 
 
-def argmax_rows(logits: torch.Tensor, tiling: SamplerTiling = SamplerTiling()) -> torch.Tensor:
-    """logits [R, V] f32, bf16 or f16, any row stride -> i64[R]: the largest, ties to the lowest id; NaN is largest."""
+def argmax_rows(logits: torch.Tensor, tiling: SamplerTiling = SamplerTiling()) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [R, V] f32, bf16 or f16, any row stride -> i64[R], f32[R]: the largest and its logit.
+
+    Ties go to the lowest id; NaN is largest.
+    """
     parts = Parts(logits, tiling)
     ids = torch.empty(parts.rows, dtype=torch.int64, device=logits.device)
     if parts.rows:
         parts.survey(None, has_cuts=False)
         parts.bound(None, ids, has_cuts=False)
-    return ids
+    return ids, parts.peak
 
 
 def draw(
@@ -150,7 +153,6 @@ class Parts:
             self.vocab_size,
             self.splits,
             SPLITS=next_power(self.splits),
-            HAS_RANDOM=inputs is not None,
             HAS_CUTS=has_cuts,
             num_warps=8,
         )
@@ -275,7 +277,6 @@ def _bound(
     vocab_size,
     num_splits,
     SPLITS: tl.constexpr,
-    HAS_RANDOM: tl.constexpr,
     HAS_CUTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -285,45 +286,44 @@ def _bound(
     token_id = tl.load(part_id + row * num_splits + split, mask=is_split, other=NO_ID)
     best = tl.max(order, 0)
     tl.store(ids + row, tl.min(tl.where(order == best, token_id, NO_ID), 0).to(tl.int64))
-    if HAS_RANDOM:
-        peak = value_of(best)
-        tl.store(peaks + row, peak)
-        if HAS_CUTS:
-            tl.store(num_aside + row, 0)
-            k = top_k_of(top_k, row, vocab_size)
-            p = tl.load(top_p + row)
-            if ((p < 1.0) | (k > 0)) & (is_settled(temperature, peak, row) == 0):
-                # Of logits for top_k, of logits over the temperature for top_p.
-                unit = 1.0 if k > 0 else tl.load(temperature + row).to(tl.float32)
-                each = tl.arange(0, SPLITS * BINS)
-                is_part = each // BINS < num_splits
-                near = tl.load(part_best + row * num_splits + each // BINS, mask=is_part, other=NOTHING)
-                offset = (peak - value_of(near)) / unit
-                first = _edge((each % BINS) << FINE) + offset
-                last = tl.where(each % BINS < BINS - 1, _edge((each % BINS + 1) << FINE) + offset, float("inf"))
-                weight = tl.load(counts + row * num_splits * BINS + each, mask=is_part, other=0).to(tl.float32)
-                # What a floor must leave above itself, or may leave below.
-                most = tl.full([], 0.0, tl.float32)
-                if k == 0:
-                    weight = tl.where(is_part, weight * tl.exp(-first), 0.0)
-                    shift = (peak - value_of(order)) / unit
-                    sums = tl.load(part_sum + row * num_splits + split, mask=is_split, other=0.0)
-                    # A part without a logit that is not masked has no sum.
-                    total = tl.sum(tl.where(is_split & (shift < float("inf")), sums * tl.exp(-shift), 0.0), 0)
-                    most = total * (1.0 - p).to(tl.float32) * 0.999 - 1e-6
-                too_near = tl.full([], -1, tl.int32)
-                far_enough = tl.full([], BINS << FINE, tl.int32)
-                while far_enough - too_near > 1:
-                    middle = too_near + (far_enough - too_near) // 2
-                    above = tl.sum(tl.where(last <= _edge(middle), weight, 0.0), 0)
-                    below = tl.sum(tl.where(last > _edge(middle), weight, 0.0), 0)
-                    if ((k > 0) & (above >= k)) | ((k == 0) & (below <= most)):
-                        far_enough = middle
-                    else:
-                        too_near = middle
-                # Somewhat lower, for what these sums and distances were rounded by.
-                floor = peak - (_edge(far_enough) * 1.0001 + 0.001) * unit
-                tl.store(floors + row, tl.where(far_enough < BINS << FINE, floor, LOWEST))
+    peak = value_of(best)
+    tl.store(peaks + row, peak)
+    if HAS_CUTS:
+        tl.store(num_aside + row, 0)
+        k = top_k_of(top_k, row, vocab_size)
+        p = tl.load(top_p + row)
+        if ((p < 1.0) | (k > 0)) & (is_settled(temperature, peak, row) == 0):
+            # Of logits for top_k, of logits over the temperature for top_p.
+            unit = 1.0 if k > 0 else tl.load(temperature + row).to(tl.float32)
+            each = tl.arange(0, SPLITS * BINS)
+            is_part = each // BINS < num_splits
+            near = tl.load(part_best + row * num_splits + each // BINS, mask=is_part, other=NOTHING)
+            offset = (peak - value_of(near)) / unit
+            first = _edge((each % BINS) << FINE) + offset
+            last = tl.where(each % BINS < BINS - 1, _edge((each % BINS + 1) << FINE) + offset, float("inf"))
+            weight = tl.load(counts + row * num_splits * BINS + each, mask=is_part, other=0).to(tl.float32)
+            # What a floor must leave above itself, or may leave below.
+            most = tl.full([], 0.0, tl.float32)
+            if k == 0:
+                weight = tl.where(is_part, weight * tl.exp(-first), 0.0)
+                shift = (peak - value_of(order)) / unit
+                sums = tl.load(part_sum + row * num_splits + split, mask=is_split, other=0.0)
+                # A part without a logit that is not masked has no sum.
+                total = tl.sum(tl.where(is_split & (shift < float("inf")), sums * tl.exp(-shift), 0.0), 0)
+                most = total * (1.0 - p).to(tl.float32) * 0.999 - 1e-6
+            too_near = tl.full([], -1, tl.int32)
+            far_enough = tl.full([], BINS << FINE, tl.int32)
+            while far_enough - too_near > 1:
+                middle = too_near + (far_enough - too_near) // 2
+                above = tl.sum(tl.where(last <= _edge(middle), weight, 0.0), 0)
+                below = tl.sum(tl.where(last > _edge(middle), weight, 0.0), 0)
+                if ((k > 0) & (above >= k)) | ((k == 0) & (below <= most)):
+                    far_enough = middle
+                else:
+                    too_near = middle
+            # Somewhat lower, for what these sums and distances were rounded by.
+            floor = peak - (_edge(far_enough) * 1.0001 + 0.001) * unit
+            tl.store(floors + row, tl.where(far_enough < BINS << FINE, floor, LOWEST))
 
 
 @triton.jit
