@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -250,7 +249,8 @@ class CellCache:
     def prepare_step(self, width: int) -> CellStep:
         """Claim one cell a declared token and write the step of `width` rows where the forward reads it.
 
-        Rows past the declared tokens are padding: they write the scratch row and read what the last real row reads.
+        Rows past the declared tokens are padding: they write the scratch row and read the last cell that the last real
+        row reads, so that they cost next to nothing.
         Every one of the `width` entries is rewritten (PAD-3). On CUDA the upload goes to the current stream.
 
         Raises InvalidProgram (sticky), InvalidStep, UnknownSequence (an owner left since the declaration) or
@@ -330,12 +330,13 @@ class CellCache:
         host.write_rows[:tokens] = placed.cells
         host.write_rows[:tokens] += 1
         host.write_rows[tokens:width] = 0
-        _fill(host.table_row, placed.seq_ids, width)
+        host.table_row[:tokens] = placed.seq_ids
+        host.table_row[tokens:width] = placed.seq_ids[-1]
         read_len = 0
         for reach, (start, count) in host.runs.items():
             first, length = self._run_rule(reach, placed)
-            _fill(start, first, width)
-            _fill(count, length, width)
+            start[:tokens], count[:tokens] = first, length
+            start[tokens:width], count[tokens:width] = first[-1] + length[-1] - 1, 1  # PAD-4
             read_len = max(read_len, int(length.max()))
         return read_len
 
@@ -361,9 +362,3 @@ def check_config(config: CacheConfig) -> None:
         raise InvalidConfig(
             f"max_write is {config.max_write}: a step cannot be wider than the pool's {config.capacity_cells + 1} rows"
         )
-
-
-def _fill(entries: npt.NDArray[np.int32], real: npt.NDArray[np.integer], width: int) -> None:
-    """Entries of the real rows, then the last real row's for the padding (PAD-4)."""
-    entries[: real.size] = real
-    entries[real.size : width] = real[-1]

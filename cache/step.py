@@ -32,7 +32,7 @@ class CellStep:
     """One prepared step of W rows, the first `num_tokens` of them real. Read by `cache.attend`.
 
     "Pool row" everywhere: cell c is row c + 1, row 0 is the scratch row (D4).
-    Padding rows write the scratch row and read what the last real row reads (PAD-4), so nothing turns NaN.
+    Padding rows write the scratch row and read one cell that the last real row reads (PAD-4): so nothing turns NaN.
     """
 
     num_tokens: int

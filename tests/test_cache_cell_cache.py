@@ -99,16 +99,16 @@ def lists_of(step: CellStep, seq: int, length: int) -> list[int]:
 # -- What a step says
 
 
-def test_x_1_padding_writes_the_scratch_row_and_reads_what_the_last_real_row_reads():
+def test_x_1_padding_writes_the_scratch_row_and_reads_the_last_real_rows_own_cell():
     """CELL-23: what a step says."""
     bench = Bench(2)
     step = bench.run([0, 0, 0], width=8)
     assert step.write_rows.tolist() == [3, 4, 5, 0, 0, 0, 0, 0]
     assert step.table_row.tolist() == [0] * 8
-    assert step.runs[ALL].start.tolist() == [0] * 8
-    assert step.runs[ALL].count.tolist() == [3, 4, 5, 5, 5, 5, 5, 5]
-    assert step.runs[WINDOW].start.tolist() == [0, 1, 2, 2, 2, 2, 2, 2]
-    assert step.runs[WINDOW].count.tolist() == [3] * 8
+    assert step.runs[ALL].start.tolist() == [0, 0, 0, 4, 4, 4, 4, 4]
+    assert step.runs[ALL].count.tolist() == [3, 4, 5, 1, 1, 1, 1, 1]
+    assert step.runs[WINDOW].start.tolist() == [0, 1, 2, 4, 4, 4, 4, 4]
+    assert step.runs[WINDOW].count.tolist() == [3, 3, 3, 1, 1, 1, 1, 1]
     assert (step.num_tokens, step.width, step.read_len) == (3, 8, 5)
 
 
@@ -170,13 +170,12 @@ def test_pad_3_every_entry_is_rewritten_whatever_the_step_before_left(narrow):
     assert step.table_row.tolist() == [1] * 8
 
 
-def test_pad_4_a_padding_row_reads_what_the_last_real_row_reads_and_never_nothing():
+def test_pad_4_a_padding_row_reads_the_last_cell_that_the_last_real_row_reads_and_never_nothing():
     bench = Bench(5, 2)
     step = bench.run([0, 1], width=6)
     for run in step.runs.values():
-        assert run.start[2:].tolist() == [int(run.start[1])] * 4
-        assert run.count[2:].tolist() == [int(run.count[1])] * 4
-        assert int(run.count.min()) > 0
+        assert run.start[2:].tolist() == [int(run.start[1] + run.count[1]) - 1] * 4
+        assert run.count[2:].tolist() == [1] * 4
     assert step.table_row[2:].tolist() == [1] * 4
 
 
@@ -263,7 +262,7 @@ def test_ccell_4_a_failed_upload_takes_the_placement_back_and_a_retry_places_the
     step = bench.cache.prepare_step(4)
     bench.cache.commit_step()
     assert step.write_rows.tolist() == [5, 6, 7, 0]
-    assert step.runs[ALL].count.tolist() == [4, 2, 5, 5]
+    assert step.runs[ALL].count.tolist() == [4, 2, 5, 1]
 
 
 # -- Protocol

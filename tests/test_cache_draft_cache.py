@@ -131,11 +131,11 @@ def test_d2_block_rows_see_the_context_inside_the_window_and_the_whole_block():
     bench = Bench(5, 0)
     step = bench.run([OTHER] * (1 + B) + [A] * (2 + B), width=12).cells
     flat, window = step.runs[ALL], step.runs[WINDOW]
-    assert flat.start.tolist() == [0] * 12
-    assert flat.count.tolist() == [1, 4, 4, 4] + [6, 7, 10, 10, 10] + [10] * 3
+    assert flat.start.tolist() == [0] * 9 + [9] * 3
+    assert flat.count.tolist() == [1, 4, 4, 4] + [6, 7, 10, 10, 10] + [1] * 3
     # OTHER: L = 1, so its block sees 0 .. 3. A: L = 7, so its block sees 4 .. 9.
-    assert window.start.tolist() == [0, 0, 0, 0] + [3, 4, 4, 4, 4] + [4] * 3
-    assert window.count.tolist() == [1, 4, 4, 4] + [3, 3, 6, 6, 6] + [6] * 3
+    assert window.start.tolist() == [0, 0, 0, 0] + [3, 4, 4, 4, 4] + [9] * 3
+    assert window.count.tolist() == [1, 4, 4, 4] + [3, 3, 6, 6, 6] + [1] * 3
     assert step.write_rows[9:].tolist() == [0] * 3
     assert step.table_row[9:].tolist() == [A] * 3
 

@@ -236,7 +236,7 @@ def test_a_layer_whose_ring_would_hold_the_whole_capacity_stays_flat_and_grows()
         bench.check(2)
 
 
-def test_padding_writes_every_layers_scratch_row_and_reads_what_the_last_real_row_reads():
+def test_padding_writes_every_layers_scratch_row_and_reads_something_that_the_last_real_row_reads():
     bench = Bench(max_write=8)
     bench.write(6)
     step = bench.prepare(3, width=8)
@@ -244,8 +244,9 @@ def test_padding_writes_every_layers_scratch_row_and_reads_what_the_last_real_ro
         assert each.write_rows[3:].tolist() == [0] * 5
         assert (each.write_rows[:3] > 0).all()
         for run in each.runs.values():
-            assert run.start[3:].tolist() == [int(run.start[2])] * 5
-            assert run.count[3:].tolist() == [int(run.count[2])] * 5
+            assert (run.count[3:] > 0).all()
+            assert (run.start[3:] >= run.start[2]).all()
+            assert (run.start[3:] + run.count[3:] == run.start[2] + run.count[2]).all()
 
 
 def test_d5_a_steps_tensors_stay_at_their_addresses():
