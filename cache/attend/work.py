@@ -52,7 +52,8 @@ def pieces_of(
 ) -> Pieces:
     """The step's pieces, cut by its first layer and kept for the others.
 
-    wanted: pieces to divide the cells into; each group adds at most one. rows_each: 1, for rows that are not in a tile
+    wanted: pieces to divide the cells into, up to twice as many where runs are uneven; each group adds at most one.
+    rows_each: 1, for rows that are not in a tile
     of one sequence, or tile_rows, for those that are. block: cells that a piece is a multiple of.
     Made inside a capture, they belong to that graph, which cuts each step anew: a step is captured once.
     """
@@ -72,9 +73,9 @@ def _make(
     device = step.table_row.device
     run = step.runs[reach]
     groups = triton.cdiv(step.width, rows_each)
-    # A group of `span` cells gets span / size pieces, rounded and at least one, and the spans of all are at most wanted
-    # * size. Where it gets two or more, they are at most 4 / 3 of span / size.
-    most, most_slots = groups + wanted, 2 * wanted
+    # A group of `span` cells gets span / size pieces, rounded and at least one, and `size` is at least half of what the
+    # spans of all are over `wanted`. Where a group gets two or more, they are at most 4 / 3 of span / size.
+    most, most_slots = groups + 2 * wanted, 3 * wanted
     table = torch.empty(most, FIELDS.value, dtype=torch.int32, device=device)
     page_cells = step.pages.shape[1]
     _cut[(1,)](
