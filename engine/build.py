@@ -41,6 +41,8 @@ CPU_PREFILL = (512, 256)
 CUDA_WIDTHS = (1, 2, 4, *range(8, 257, 8), 384, 512, 768, 1024)
 CUDA_PREFILL = (8192, 1024)
 """The second is the widest captured width: prompts beside 256 decodes come at up to 768 tokens a step."""
+SMALL_MODEL = 2_000_000_000
+"""Parameters below which a full step of prompts is over before a host has launched its kernels one by one."""
 
 
 def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, EngineInfo]:
@@ -88,6 +90,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         reserves_cells=False,  # the loop preempts when cells run out (D10)
         max_sequences=config.num_seqs,
         captures_static_methods=not config.enforce_eager,
+        captures_full_step=sum(weight.numel() for weight in model.module.parameters()) < SMALL_MODEL,
         overlaps=config.overlap,
     )
     executor = create_executor(model, options, progress, grammars)

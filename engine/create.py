@@ -77,7 +77,12 @@ def create_executor(
     forwards: Forwards
     if is_cuda and options.captures_static_methods:
         forwards = captured = CapturedForwards(
-            model, plan.methods, model.device, min_selected_rows=options.min_selected_rows, taps=taps
+            model,
+            plan.methods,
+            model.device,
+            min_selected_rows=options.min_selected_rows,
+            taps=taps,
+            has_full_step=options.captures_full_step,
         )
         captured.capture(lambda width: _rehearsal(cache, width), progress)
         additional.capture()

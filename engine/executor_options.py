@@ -47,7 +47,9 @@ class ExecutorOptions:
     min_selected_rows: int = 1
     """Fewest rows the head runs on behind forward_others."""
     captures_static_methods: bool = True
-    """On CUDA. forward_others is never captured: its width varies."""
+    """On CUDA. forward_others is not: its width varies."""
+    captures_full_step: bool = False
+    """Where the static methods are captured, forward_others is too, for steps of exactly `max_dynamic` tokens."""
     overlaps: bool = True
     """On CUDA, a step may be launched before the one ahead of it is collected (DESIGN D7)."""
     additional_methods: tuple[AdditionalMethod, ...] = ()

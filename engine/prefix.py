@@ -328,7 +328,7 @@ class PrefixCache:
             if known < WORTH_WAITING_TOKENS or donor.request.cache_salt != session.request.cache_salt:
                 continue
             reached = max(donor.num_settled, best.length if best else 0)
-            if reached >= min(tokens.size, len(donor.tokens)) or donor.tokens[reached] != tokens[reached]:
+            if reached >= min(tokens.size, len(donor.tokens)) or donor.tokens[reached] != session.tokens[reached]:
                 continue  # most pairs of a busy server have nothing in common
             length = common_length(self._tokens_of(donor), tokens)
             if length > reached:

@@ -38,9 +38,12 @@ class CapturedForwards(Forwards):
         *,
         min_selected_rows: int = 1,
         taps: Taps | None = None,
+        has_full_step: bool = False,
     ) -> None:
+        """has_full_step: capture the dynamic method too, for steps of exactly as many rows as it takes."""
         super().__init__(model, methods, min_selected_rows=min_selected_rows, taps=taps)
-        widest = max((method.max_tokens for method in methods if method.is_static), default=1)
+        self._widths = [method.max_tokens for method in reversed(methods) if method.is_static or has_full_step]
+        widest = max(self._widths, default=1)
         self._tokens = torch.zeros(widest, dtype=torch.int64, device=device)  # [widest]
         self._positions = torch.zeros(widest, dtype=torch.int64, device=device)  # [widest]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by width
@@ -49,7 +52,7 @@ class CapturedForwards(Forwards):
         self._head_scores: dict[int, Scores] = {}
         self._chosen = torch.empty(0, 0, device=device)  # [most rows, hidden], read by each head
         self.captures = 0
-        """Graphs captured since the start: stays at the number of static methods and heads."""
+        """Graphs captured since the start: stays at the number of captured widths and heads."""
 
     @torch.inference_mode()
     def capture(
@@ -57,17 +60,16 @@ class CapturedForwards(Forwards):
         prepared_step: Callable[[int], AbstractContextManager[CellStep]],
         progress: Callable[[str, int, int], None],
     ) -> None:
-        """Capture every static method.
+        """Capture every static method, and every head.
 
         prepared_step(width): a context that prepares a step of that many rows at the addresses that serving uses,
         and takes it back.
         """
-        widths = sorted((method.max_tokens for method in self.methods if method.is_static), reverse=True)
-        heads = [rows for rows in HEAD_ROWS if rows <= max(widths, default=0)]
-        total = len(widths) + len(heads)
+        heads = [rows for rows in HEAD_ROWS if rows <= max(self._widths, default=0)]
+        total = len(self._widths) + len(heads)
         memory = torch.cuda.graph_pool_handle()
         with frozen_garbage():
-            for done, width in enumerate(widths):
+            for done, width in enumerate(self._widths):
                 progress("capturing graphs", done, total)
                 with prepared_step(width) as step:
                     tokens, positions = self._tokens[:width], self._positions[:width]
@@ -79,7 +81,7 @@ class CapturedForwards(Forwards):
                         self._hidden[width] = self._run_body(tokens, positions, step)
                     self._graphs[width] = graph
                     self.captures += 1
-            for done, rows in enumerate(reversed(heads), len(widths)):
+            for done, rows in enumerate(reversed(heads), len(self._widths)):
                 progress("capturing graphs", done, total)
                 self._capture_head(rows, memory)
             self._heads = dict(sorted(self._heads.items()))
@@ -102,14 +104,14 @@ class CapturedForwards(Forwards):
         self.captures += 1
 
     def graph(self, width: int) -> torch.cuda.CUDAGraph:
-        """The captured body of a static width, for whoever times it."""
+        """The captured body of a width, for whoever times it."""
         return self._graphs[width]
 
     def _body(
         self, step_slice: StepSlice, tokens: torch.Tensor, positions: torch.Tensor, step: CellStep
     ) -> torch.Tensor:
         graph = self._graphs.get(step_slice.width)
-        if graph is None or not self.methods[step_slice.method].is_static:
+        if graph is None:
             return super()._body(step_slice, tokens, positions, step)
         width, length = step_slice.width, step_slice.length
         self._tokens[:length].copy_(tokens)

@@ -77,6 +77,16 @@ def test_t_cuda_a_schedule_of_all_widths_then_shared_decodes_uses_every_method(d
     assert all(calls > 0 for _, calls in executor.method_calls())
 
 
+def test_a_full_step_of_the_dynamic_method_is_captured_and_draws_what_it_draws_eagerly(oracle):
+    """And one of a token less is not padded to it."""
+    executor = toy_executor(ToyDecoder("cuda"), captures_full_step=True)
+    for size in (32, 31, 32, 30):
+        session = open_greedy(executor)
+        assert draw(executor, last_row(session, TEXT[:size], 0)) == [oracle.next_token(TEXT[:size])]
+        executor.close_session(session)
+    assert executor.padding_rows == 0
+
+
 def test_random_schedules_draw_what_each_session_draws_alone_and_read_no_freed_cell(device_executor, oracle):
     executor = device_executor(initial_capacity=255)
     generate(executor, PROMPTS[:1], 1)  # maps the whole pool, so that all of it can be poisoned
