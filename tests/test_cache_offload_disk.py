@@ -158,6 +158,18 @@ def test_of_two_records_of_one_key_the_newer_counts(open_tier: OpenTier, tmp_pat
     assert (again.status().objects, get(again, chunk)) == (1, "right")
 
 
+def test_a_sequence_number_that_decayed_ends_no_numbering(open_tier: OpenTier, tmp_path: Path) -> None:
+    """Heads are not verified at start: one that claims the last number there is must not be followed."""
+    tier, chunk = open_tier(), path(1, 1)[0]
+    put(tier, chunk)
+    tier.close()
+    with segments(tmp_path)[0].open("r+b") as file:
+        file.write(LAYOUT.seal(chunk, memoryview(payload(chunk)), sequence=(1 << 64) - 1))
+    again = open_tier()
+    assert put(again, *path(2, 2)) == [True, True]
+    assert [get(again, each) for each in path(2, 2)] == ["right"] * 2
+
+
 def test_another_namespace_sees_nothing_and_its_room_is_taken_when_needed(open_tier: OpenTier, tmp_path: Path) -> None:
     old = replace(SPACE, weights="sha-0")
     tier = open_tier(space=old)

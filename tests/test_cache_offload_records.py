@@ -82,6 +82,7 @@ def test_of_5000_corrupted_entries_none_is_accepted(layout: Layout) -> None:
         (28, "length"),
         (32, "length"),
         (40, "checksum"),
+        (46, "checksum"),
         (48, "namespace"),
         (64, "key"),
         (80, "parent"),

@@ -25,6 +25,8 @@ from cache.offload.staging import aligned
 TAG_BYTES = 16
 _HEAD = struct.Struct(f"<8sIIQQ{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}s")
 MAGIC = b"CELLS-KV"
+LAST_SEQUENCE = (1 << 63) - 1
+"""A number behind it is decay: who went on from there would soon have none left."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -88,6 +90,8 @@ class Layout:
             raise BadRecord("namespace")
         if (tokens, payload) != (self.chunk_tokens, self.payload_bytes):
             raise BadRecord("length", f"{tokens} tokens in {payload} bytes")
+        if sequence > LAST_SEQUENCE:
+            raise BadRecord("sequence", f"{sequence}")
         return Head(key, parent, sequence)
 
     def verify(self, chunk: Chunk, head: Buffer, payload: memoryview) -> None:
