@@ -60,6 +60,10 @@ def segments(folder: Path, space: Namespace = SPACE) -> list[Path]:
     return sorted((folder / space.digest.hex()).glob("*.seg"))
 
 
+def index_of(folder: Path) -> Path:
+    return folder / SPACE.digest.hex() / "index"
+
+
 def test_what_was_stored_is_read_back_also_by_the_next_server(open_tier: OpenTier) -> None:
     chunks = path(1, 6)
     tier = open_tier()
@@ -70,6 +74,50 @@ def test_what_was_stored_is_read_back_also_by_the_next_server(open_tier: OpenTie
     assert (again.known(chunks), again.status().objects) == (6, 6)
     assert [get(again, chunk) for chunk in chunks] == ["right"] * 6
     assert get(again, path(2, 1)[0]) == "missing"
+
+
+def test_a_restart_reads_the_index_and_no_head(open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, chunks = open_tier(), path(1, 9)
+    put(tier, *chunks, *path(2, 3))
+    kept = [tier.known(chunks), tier.known(path(2, 3))]
+    tier.close()
+    monkeypatch.delattr(os, "pread")
+    again = open_tier()
+    assert [again.known(chunks), again.known(path(2, 3))] == kept
+    assert [get(again, chunk) for chunk in chunks[: kept[0]]] == ["right"] * kept[0]
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "longer"])
+def test_where_the_index_is_not_whole_the_heads_are_read_and_it_is_made_anew(
+    open_tier: OpenTier, tmp_path: Path, harm: str
+) -> None:
+    chunks = path(1, 6)
+    tier = open_tier()
+    put(tier, *chunks)
+    tier.close()
+    whole = index_of(tmp_path).read_bytes()
+    if harm == "gone":
+        index_of(tmp_path).unlink()
+    else:
+        index_of(tmp_path).write_bytes(whole[:-1] if harm == "cut" else whole + b"x")
+    again = open_tier()
+    assert [get(again, chunk) for chunk in chunks] == ["right"] * 6
+    assert index_of(tmp_path).read_bytes() == whole
+
+
+def test_an_index_that_is_wrong_about_a_slot_costs_that_chunk_alone(open_tier: OpenTier, tmp_path: Path) -> None:
+    """As after a crash between a record and its entry."""
+    tier, chunks = open_tier(), path(1, 3)
+    put(tier, *chunks)
+    tier.close()
+    stale = bytearray(index_of(tmp_path).read_bytes())
+    stale[8:24] = path(2, 1)[0].key
+    index_of(tmp_path).write_bytes(stale)
+    again = open_tier()
+    assert get(again, path(2, 1)[0]) in ("key", "parent")
+    assert [get(again, chunk) for chunk in chunks] == ["missing", "right", "right"]
+    assert put(again, chunks[0]) == [True]
+    assert get(again, chunks[0]) == "right"
 
 
 def test_the_folder_never_holds_more_than_its_cap(open_tier: OpenTier, tmp_path: Path) -> None:
@@ -134,7 +182,7 @@ def test_a_restart_over_random_damage_serves_right_bytes_or_none(open_tier: Open
         tier = open_tier()
         put(tier, *chunks)
         tier.close()
-        for file in segments(tmp_path):
+        for file in (*segments(tmp_path), index_of(tmp_path)):
             content = bytearray(file.read_bytes())
             for at in rng.integers(len(content), size=20):
                 content[at] ^= 1 << int(rng.integers(8))
@@ -154,6 +202,7 @@ def test_of_two_records_of_one_key_the_newer_counts(open_tier: OpenTier, tmp_pat
         stale = LAYOUT.seal(chunk, memoryview(bytes(PAYLOAD_BYTES)), sequence=0) + bytes(PAYLOAD_BYTES)
         file.seek(2 * PAGE_BYTES)
         file.write(stale)
+    index_of(tmp_path).unlink()
     again = open_tier()
     assert (again.status().objects, get(again, chunk)) == (1, "right")
 
@@ -165,6 +214,7 @@ def test_a_sequence_number_that_decayed_ends_no_numbering(open_tier: OpenTier, t
     tier.close()
     with segments(tmp_path)[0].open("r+b") as file:
         file.write(LAYOUT.seal(chunk, memoryview(payload(chunk)), sequence=(1 << 64) - 1))
+    index_of(tmp_path).unlink()
     again = open_tier()
     assert put(again, *path(2, 2)) == [True, True]
     assert [get(again, each) for each in path(2, 2)] == ["right"] * 2

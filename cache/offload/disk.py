@@ -4,10 +4,12 @@
       lock                      held while a server uses the folder
       <namespace>/record.json   what this namespace's bytes depend on, in clear
       <namespace>/000000.seg    slots of record_bytes, rounded up to 4 KiB
+      <namespace>/index         whose record each slot has: what would take a read a slot to collect
 
 The folder never holds more bytes than its cap, and never fills its filesystem past 90 %. Segments of other namespaces
-count too; they are deleted, oldest first, when this one needs their room. A record's payload is written first, its head
-last, and nothing is synced: after a crash the checksum decides. At start the heads are read, so the index survives.
+count too; they are deleted, oldest first, when this one needs their room. A record's payload is written first, then its
+head, then its entry in the index, and nothing is synced: after a crash the checksum decides. At start the index is
+read, or the heads where it is not whole; either may be wrong about a slot, which is found when that is loaded.
 
 I/O is buffered and blocking: for threads that may block. Files are for the server's own user alone.
 """
@@ -17,19 +19,22 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from cache.geometry import InvalidConfig
-from cache.offload.chunks import Chunk, Namespace
-from cache.offload.records import BadRecord, Layout
+from cache.offload.chunks import KEY_BYTES, Chunk, Namespace
+from cache.offload.records import LAST_SEQUENCE, BadRecord, Head, Layout
 from cache.offload.residents import Resident, Residents
 from cache.offload.tiers import TierFault, TierStatus
 
 PAGE_BYTES = 4096
 SEGMENT_BYTES = 1 << 30
 MAX_FILESYSTEM_FILL = 0.9
+_ENTRY = struct.Struct(f"<Q{KEY_BYTES}s{KEY_BYTES}s")
+"""Of the index: sequence (0: nothing), key, parent."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -69,11 +74,13 @@ class DiskTier:
         self._places: list[tuple[int, int]] = []  # slot -> descriptor, offset
         self._free: list[int] = []
         self._sequence = 0
+        self._lock_file = self._index = -1
         try:
             self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_owner(self._own)
             self._lock_file = _locked(folder / "lock")
             try:
+                self._index = os.open(self._own / "index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 _write_small(self._own / "record.json", namespace.record)
                 self._check_capacity()
                 self._read_index()
@@ -133,11 +140,14 @@ class DiskTier:
             if slot is None:
                 return False
             self._sequence += 1
-            head = self._layout.seal(chunk, payload, self._sequence)
+            sequence = self._sequence
             file, offset = self._places[slot]
+        head = self._layout.seal(chunk, payload, sequence)
+        indexed = _ENTRY.pack(sequence, chunk.key, chunk.parent)
         try:
             _write(file, offset + len(head), payload)
             _write(file, offset, memoryview(head))
+            _write(self._index, slot * _ENTRY.size, memoryview(indexed))
         except OSError as error:
             with self._lock:
                 self._free.append(slot)
@@ -158,9 +168,10 @@ class DiskTier:
             for file in self._files:
                 os.close(file)
             self._files.clear()
-            if self._lock_file >= 0:
-                os.close(self._lock_file)
-                self._lock_file = -1
+            for file in (self._index, self._lock_file):
+                if file >= 0:
+                    os.close(file)
+            self._index = self._lock_file = -1
 
     # -- Slots. Under the lock.
 
@@ -176,14 +187,14 @@ class DiskTier:
 
     def _grow(self) -> None:
         """Add a segment, or as much of one as cap and filesystem allow; perhaps none."""
-        room = self._room()
-        while room < self._segment_slots * self._slot_bytes:
+        room, each = self._room(), self._slot_bytes + _ENTRY.size
+        while room < self._segment_slots * each:
             foreign = min(self._foreign_segments(), key=_written, default=None)
             if foreign is None:
                 break
             foreign.unlink(missing_ok=True)
             room = self._room()
-        slots = min(self._segment_slots, room // self._slot_bytes)
+        slots = min(self._segment_slots, room // each)
         if slots < 1:
             return
         path = self._own / f"{len(self._files):06d}.seg"
@@ -195,6 +206,7 @@ class DiskTier:
             path.unlink()
             raise
         self._add_segment(file, slots)
+        os.ftruncate(self._index, len(self._places) * _ENTRY.size)
 
     def _add_segment(self, file: int, slots: int) -> None:
         self._files.append(file)
@@ -217,29 +229,25 @@ class DiskTier:
 
     def _check_capacity(self) -> None:
         small = sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file() and path.suffix != ".seg")
-        if self._capacity_bytes < small + self._slot_bytes:
+        if self._capacity_bytes < small + self._slot_bytes + _ENTRY.size:
             raise InvalidConfig(f"{self._capacity_bytes} bytes of disk do not hold one chunk of {self._slot_bytes}")
 
     def _read_index(self) -> None:
         """Open the segments; of a key's records the newest counts. Give up what is past a cap that became smaller."""
-        found: list[tuple[int, Resident]] = []
         for path in sorted(self._own.glob("*.seg")):
             slots = path.stat().st_size // self._slot_bytes
             if path.name != f"{len(self._files):06d}.seg" or slots < 1:
                 path.unlink()  # after a gap: numbered by nobody any more
                 continue
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            first = len(self._places)
             self._add_segment(file, slots)
-            for slot in range(first, first + slots):
-                try:
-                    head = self._layout.read_head(os.pread(file, self._layout.head_bytes, self._places[slot][1]))
-                except BadRecord:
-                    continue
-                found.append((head.sequence, Resident(head.key, head.parent, slot)))
+        size = len(self._places) * _ENTRY.size
+        indexed = self._indexed(size)
+        heads = self._read_heads() if indexed is None else indexed
         taken = set()
-        for sequence, entry in sorted(found, key=lambda item: item[0]):
-            self._sequence = max(self._sequence, sequence)
+        for slot, head in sorted(heads.items(), key=lambda item: item[1].sequence):
+            entry = Resident(head.key, head.parent, slot)
+            self._sequence = head.sequence
             older = self._residents.get(entry.key)
             if older is not None:
                 self._residents.remove(older)
@@ -247,7 +255,37 @@ class DiskTier:
             self._residents.add(entry)
             taken.add(entry.slot)
         self._free = [slot for slot in self._free if slot not in taken]
+        if indexed is None:
+            entries = [heads.get(slot, _NOTHING) for slot in range(len(self._places))]
+            table = b"".join(_ENTRY.pack(head.sequence, head.key, head.parent) for head in entries)
+            os.ftruncate(self._index, size)
+            _write(self._index, 0, memoryview(table))
         self._shrink()
+
+    def _indexed(self, size: int) -> dict[int, Head] | None:
+        """By slot, as the index has it; None where it is not whole or cannot be read."""
+        table = bytearray(size)
+        try:
+            if os.fstat(self._index).st_size != size or _read(self._index, 0, table) < size:
+                return None
+        except OSError:
+            return None
+        entries = enumerate(_ENTRY.iter_unpack(table))
+        return {
+            slot: Head(key, parent, sequence)
+            for slot, (sequence, key, parent) in entries
+            if 0 < sequence <= LAST_SEQUENCE
+        }
+
+    def _read_heads(self) -> dict[int, Head]:
+        """By slot, as the records themselves have it: a read each."""
+        found = {}
+        for slot, (file, offset) in enumerate(self._places):
+            try:
+                found[slot] = self._layout.read_head(os.pread(file, self._layout.head_bytes, offset))
+            except BadRecord:
+                continue
+        return found
 
     def _shrink(self) -> None:
         """Delete segments, foreign ones first, until the folder is within its cap."""
@@ -260,6 +298,7 @@ class DiskTier:
             os.close(file)
             (self._own / f"{len(self._files):06d}.seg").unlink()
             self._places = [place for place in self._places if place[0] != file]
+            os.ftruncate(self._index, len(self._places) * _ENTRY.size)
             self._free = [slot for slot in self._free if slot < len(self._places)]
             for entry in self._residents.entries():
                 if entry.slot >= len(self._places):
@@ -267,6 +306,9 @@ class DiskTier:
 
     def _used_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
+
+
+_NOTHING = Head(bytes(KEY_BYTES), bytes(KEY_BYTES), 0)
 
 
 def clear_folder(folder: Path) -> None:
