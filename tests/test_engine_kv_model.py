@@ -15,7 +15,7 @@ import pytest
 
 from support.tier_chunks import FakeTier
 from support.tiered import GREEDY, LaggingStream, Tiered, tokens
-from support.toy_decoder import CONTEXT, ToyDecoder
+from support.toy_decoder import CONTEXT, VOCAB, ToyDecoder
 
 SIGNS = {"gone": "fault", "full": "no room", "corrupt": "checksum", "slow": "from the tier", "lost": "missed"}
 """Fault of the tier -> what its books show of it."""
@@ -55,6 +55,8 @@ class Traffic:
         self._last, text = text, text[: self.rng.choice((20, 34, 41, 48))]
         prompt = [*text, *tokens(self.rng.randrange(50), self.rng.randint(1, 4))]
         new = self.rng.randint(1, min(14, CONTEXT - len(prompt)))
+        while not self._is_clear(prompt, new):
+            prompt[-1] = (prompt[-1] + 1) % VOCAB
         drawn = self._model.continuation(prompt, new)
         sampling: dict[str, object] = dict(GREEDY)
         if self.rng.random() < 0.4:  # it stops where a row of the next step may have been launched already
@@ -66,6 +68,12 @@ class Traffic:
         priority, salt = self.rng.randint(0, 1), self.rng.choice((*5 * [None], "tenant"))
         self.engine.submit(name, prompt, max_new_tokens=new, sampling=sampling, n=n, priority=priority, cache_salt=salt)
         self.happened["clones"] += n - 1
+
+    def _is_clear(self, prompt: list[int], new: int) -> bool:
+        """Whether each token leads so clearly that the width of a forward cannot decide between two."""
+        text = [*prompt, *self._model.continuation(prompt, new - 1)]
+        best, second = self._model.logits(self._model.plain_hidden(text)[len(prompt) - 1 :]).topk(2).values.T
+        return bool((best - second > 1e-3).all())
 
     def step(self) -> None:
         self.engine.step()
