@@ -405,7 +405,7 @@ class CellExecutor:
         owners: [R] i64, device, the sequence of each.
         """
         answers, draws, rows = packed.answers[asked], packed.draws[asked], packed.selected[asked]
-        logits, best = scores.logits, scores.best
+        logits, prepared = scores.logits, scores.prepared
         for chunk_index in np.unique(answers[draws < 0]).tolist():
             chunk = batch.chunks[chunk_index]
             mine = np.flatnonzero((answers == chunk_index) & (draws < 0))
@@ -420,11 +420,11 @@ class CellExecutor:
             return None
         if len(drawn) < len(draws):
             at = upload(drawn, self._device)
-            logits, owners, best = logits[at], owners[at], None
+            logits, owners, prepared = logits[at], owners[at], None
         slots = packed.seq_ids[rows[drawn]].astype(np.int64)
         choices = draws[drawn].astype(np.int64)
         fed = packed.tokens[rows[drawn]]
-        sampled = self._sampler.sample(logits, slots, packed.positions[rows[drawn]] + 1, choices, fed, best)
+        sampled = self._sampler.sample(logits, slots, packed.positions[rows[drawn]] + 1, choices, fed, prepared)
         ids = sampled.ids
         if choices.any():  # a fork's token is its own session's last token, not the stem's
             own = upload(np.flatnonzero(choices == 0), self._device)

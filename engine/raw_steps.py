@@ -132,7 +132,7 @@ class RawSteps:
             if scores is None:
                 logits = torch.empty(0, self._forwards.vocab_size, device=self._device)
             else:  # the owner may keep them, and the next forward writes a captured head's again
-                logits = scores.logits if scores.best is None else scores.logits.clone()
+                logits = scores.logits if scores.prepared is None else scores.logits.clone()
             taps = self._forwards.taps(step_slice.width)
             if not consume(RawOutput(step_slice.offset, step_slice.length, logits, taps, indices)):
                 return False

@@ -24,7 +24,7 @@ from engine.uploads import upload
 from static_graphs.sampler import (
     GREEDY_BELOW,
     MAX_CANDIDATES,
-    Best,
+    Prepared,
     RawLogprobs,
     Route,
     SampleInputs,
@@ -104,7 +104,7 @@ class Sampler:
         positions: NDArray[np.int64],
         draws: NDArray[np.int64],
         fed: NDArray[np.int64] | None = None,
-        best: Best | None = None,
+        prepared: Prepared | None = None,
     ) -> Sampled:
         """Launch one draw for each row; nothing waits for the device.
 
@@ -112,18 +112,16 @@ class Sampler:
         positions: of the tokens being drawn (a prompt of n tokens draws its first at n). draws: j of a row draws with
         the slot's seed + j, from that slot's penalties; only draw 0 is recorded in them.
         fed: i64[R], the token that each row ran; needed, and not -1, where a slot has a grammar.
-        best: of `logits`, where it is known already.
+        prepared: of `logits`, where the head that gave them is captured.
         """
         rows = self._rows[slots]
         assert rows["is_open"].all(), f"slots {slots[~rows['is_open']].tolist()} are not open"
         edited = self._edits.apply(logits, slots, positions)
         edited, errors = self._masks.apply(edited, slots, positions, fed)
-        if best is not None and edited is logits and (rows["temperature"] < GREEDY_BELOW).all():
-            ids = best.ids
-        else:
-            ids = self._draw(edited, rows, positions, rows["seed"] + draws)
+        usable = prepared if edited is logits else None
+        ids = self._draw(edited, rows, positions, rows["seed"] + draws, usable)
         self._edits.record(ids, slots, draws)
-        told = _marked(ids, logits) if best is None else best.mark(ids)
+        told = _marked(ids, logits) if prepared is None else prepared.best.mark(ids)
         wanting = np.flatnonzero(rows["logprobs"] >= 0)
         if not wanting.size:
             return Sampled(ids, told, [], [], None, errors)
@@ -143,14 +141,19 @@ class Sampler:
         return answers
 
     def _draw(
-        self, logits: Tensor, rows: NDArray[np.void], positions: NDArray[np.int64], seeds: NDArray[np.int64]
+        self,
+        logits: Tensor,
+        rows: NDArray[np.void],
+        positions: NDArray[np.int64],
+        seeds: NDArray[np.int64],
+        prepared: Prepared | None,
     ) -> Tensor:
         """On a host each kind of row goes the cheapest way that is right for it: a greedy one costs one argmax.
 
         The kernels of a device serve any mix at once.
         """
         if self._device.type == "cuda":
-            return self._draw_kind(logits, rows, positions, seeds)
+            return self._draw_kind(logits, rows, positions, seeds, prepared)
         is_greedy = rows["temperature"] < GREEDY_BELOW
         is_narrow = ~is_greedy & (rows["top_k"] > 0) & (rows["top_k"] <= MAX_CANDIDATES)
         is_cut = ~is_greedy & ~is_narrow & ((rows["top_k"] > 0) | (rows["top_p"] < 1.0) | (rows["min_p"] > 0.0))
@@ -165,17 +168,22 @@ class Sampler:
         return ids
 
     def _draw_kind(
-        self, logits: Tensor, rows: NDArray[np.void], positions: NDArray[np.int64], seeds: NDArray[np.int64]
+        self,
+        logits: Tensor,
+        rows: NDArray[np.void],
+        positions: NDArray[np.int64],
+        seeds: NDArray[np.int64],
+        prepared: Prepared | None = None,
     ) -> Tensor:
         params = (rows["temperature"], rows["top_k"], rows["top_p"], rows["min_p"])
         route = Route.of(*params, vocab_size=self._vocab_size)
         if not route.has_random:
-            return sample_argmax(logits)
-        floats = np.stack((rows["temperature"], rows["top_p"], rows["min_p"])).view(np.int64)
-        packed = upload(np.concatenate((floats, np.stack((rows["top_k"], seeds, positions)))), self._device)  # one copy
-        temperature, top_p, min_p = packed[:3].view(torch.float64).unbind()
-        top_k, seed, position = packed[3:].unbind()
-        return sample(logits, SampleInputs(temperature, top_k, top_p, min_p, seed, position), route)
+            return sample_argmax(logits) if prepared is None else prepared.best.ids
+        host = SampleInputs.packed(rows["temperature"], rows["top_p"], rows["min_p"], rows["top_k"], seeds, positions)
+        packed = upload(host, self._device)
+        if prepared is not None:
+            return prepared.draw(packed, route.has_top_k or route.has_top_p)
+        return sample(logits, SampleInputs.unpacked(packed), route)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from static_graphs.capture import WARMUP_RUNS, frozen_garbage
+from static_graphs.capture import frozen_garbage
+from static_graphs.captured_heads import WARMUP_RUNS
 
 Run = Callable[[], None]
 

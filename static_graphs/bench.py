@@ -153,7 +153,7 @@ def time_decode(
             step = cache.prepare_step(step_slice.width)
             scores = forwards.run(step_slice, tokens, positions, step, selected)
             assert scores is not None
-            if scores.best is None:
+            if scores.prepared is None:
                 sample_argmax(scores.logits)
             cache.commit_step()
 

@@ -1,8 +1,7 @@
 """forward_N as CUDA graphs: the body of every static width captured once, widest first, in one memory pool.
 
 A graph reads its tokens, positions and step from fixed addresses, so one capture serves any mix of sequences and is
-never taken again: the pool grows in place (DESIGN D4). The head, with the argmax behind it, is captured over a ladder
-of its own, for the selected rows of any body. A draw runs behind the replays.
+never taken again: the pool grows in place (DESIGN D4). Heads and draws have a ladder of their own (captured_heads.py).
 Engine thread only; every launch is on the stream that is current when `capture` is called.
 """
 
@@ -11,20 +10,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 
 from cache.step import CellStep
+from static_graphs.captured_heads import ROWS, WARMUP_RUNS, CapturedHeads
 from static_graphs.forwards import Forwards, Model, Scores
 from static_graphs.methods import Method, StepSlice
-from static_graphs.sampler import Best
 from static_graphs.taps import Taps
-
-HEAD_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Rows of the captured heads: one waits for its weights, so that few rows too many cost little."""
-WARMUP_RUNS = 2
-"""Eager runs before a capture: Triton compiles and cuBLAS takes its workspace outside the graph."""
 
 
 class CapturedForwards(Forwards):
@@ -48,11 +41,9 @@ class CapturedForwards(Forwards):
         self._positions = torch.zeros(widest, dtype=torch.int64, device=device)  # [widest]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by width
         self._hidden: dict[int, torch.Tensor] = {}  # [W, hidden], written by each replay
-        self._heads: dict[int, torch.cuda.CUDAGraph] = {}  # by rows, ascending
-        self._head_scores: dict[int, Scores] = {}
-        self._chosen = torch.empty(0, 0, device=device)  # [most rows, hidden], read by each head
+        self._heads: CapturedHeads | None = None
         self.captures = 0
-        """Graphs captured since the start: stays at the number of captured widths and heads."""
+        """Bodies and heads captured since the start: stays at the number of widths and of a head's row counts."""
 
     @torch.inference_mode()
     def capture(
@@ -65,8 +56,7 @@ class CapturedForwards(Forwards):
         prepared_step(width): a context that prepares a step of that many rows at the addresses that serving uses,
         and takes it back.
         """
-        heads = [rows for rows in HEAD_ROWS if rows <= max(self._widths, default=0)]
-        total = len(self._widths) + len(heads)
+        total = len(self._widths) + sum(rows <= max(self._widths) for rows in ROWS)
         memory = torch.cuda.graph_pool_handle()
         with frozen_garbage():
             for done, width in enumerate(self._widths):
@@ -81,27 +71,13 @@ class CapturedForwards(Forwards):
                         self._hidden[width] = self._run_body(tokens, positions, step)
                     self._graphs[width] = graph
                     self.captures += 1
-            for done, rows in enumerate(reversed(heads), len(self._widths)):
+            heads = CapturedHeads(self.model, self._hidden[self._widths[0]], memory)
+            for done, rows in enumerate(reversed(heads.rows), len(self._widths)):
                 progress("capturing graphs", done, total)
-                self._capture_head(rows, memory)
-            self._heads = dict(sorted(self._heads.items()))
+                heads.capture(rows)
+                self.captures += 1
+            self._heads = heads
             progress("capturing graphs", total, total)
-
-    def _capture_head(self, rows: int, memory: Any) -> None:
-        """The most rows come first. Every body is captured."""
-        if not self._heads:
-            hidden = self._hidden[max(self._hidden)]
-            self._chosen = hidden.new_zeros(rows, hidden.shape[1])
-        for _ in range(WARMUP_RUNS):
-            Best.of(self.model.logits(self._chosen[:rows]))
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            logits = self.model.logits(self._chosen[:rows])
-            self._head_scores[rows] = Scores(logits, Best.of(logits))
-        self._check_logits(logits, rows, f"the head of {rows} rows")
-        self._heads[rows] = graph
-        self.captures += 1
 
     def graph(self, width: int) -> torch.cuda.CUDAGraph:
         """The captured body of a width, for whoever times it."""
@@ -123,14 +99,11 @@ class CapturedForwards(Forwards):
         return self._hidden[width]
 
     def _scores(self, hidden: torch.Tensor, selected: torch.Tensor, rows: int, name: str) -> Scores:
-        width = next((width for width in self._heads if width >= len(selected)), None)
-        if width is None:
+        scores = None if self._heads is None else self._heads.run(hidden, selected)
+        if scores is None:
             return super()._scores(hidden, selected, rows, name)
-        torch.index_select(hidden, 0, selected, out=self._chosen[: len(selected)])
-        self._heads[width].replay()
-        scores = self._head_scores[width]
-        assert scores.best is not None
-        return Scores(scores.logits[:rows], scores.best.rows(rows))
+        self._check_logits(scores.logits, len(selected), name)
+        return scores.first(rows)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 
 from cache.step import CellStep
 from static_graphs.methods import Method, StepSlice
-from static_graphs.sampler import Best
+from static_graphs.sampler import Prepared
 from static_graphs.taps import Taps
 
 
@@ -39,8 +39,12 @@ class Scores:
     """What the head makes of R rows. Captured heads write the same memory again with the next forward."""
 
     logits: torch.Tensor  # [R, V]
-    best: Best | None = None
-    """Of these logits, where the head's graph holds it too."""
+    prepared: Prepared | None = None
+    """Of these logits, where the head is captured."""
+
+    def first(self, rows: int) -> Scores:
+        """Of the first `rows` rows."""
+        return Scores(self.logits[:rows], None if self.prepared is None else self.prepared.first(rows))
 
 
 class Forwards:

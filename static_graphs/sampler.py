@@ -10,7 +10,9 @@ No function here waits for the device, and no shape depends on what the logits h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,12 +38,35 @@ _MASS_ONE = 2.0**40
 class SampleInputs:
     """One entry a row, on the device of the logits."""
 
-    temperature: Tensor  # [R] f32; below GREEDY_BELOW is greedy
+    temperature: Tensor  # [R] f32 or f64; below GREEDY_BELOW is greedy
     top_k: Tensor  # [R] i64; 0 is off
     top_p: Tensor  # [R] f64 in [0, 1]; 1 is off, 0 keeps the top token
-    min_p: Tensor  # [R] f32 in [0, 1]; 0 is off
+    min_p: Tensor  # [R] f32 or f64 in [0, 1]; 0 is off
     seeds: Tensor  # [R] i64, any value
     positions: Tensor  # [R] i64, of the token being drawn
+
+    PACKED: ClassVar = 6
+    """Lines of `packed`."""
+
+    @staticmethod
+    def packed(
+        temperature: NDArray[np.float64],
+        top_p: NDArray[np.float64],
+        min_p: NDArray[np.float64],
+        top_k: NDArray[np.int64],
+        seeds: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        """[R] each -> i64[PACKED, R], which one copy brings to a device: the first three are bits of f64."""
+        floats = np.stack((temperature, top_p, min_p)).view(np.int64)
+        return np.concatenate((floats, np.stack((top_k, seeds, positions))))
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> SampleInputs:
+        """Views of i64[PACKED, R]."""
+        temperature, top_p, min_p = packed[:3].view(torch.float64).unbind()
+        top_k, seeds, positions = packed[3:].unbind()
+        return cls(temperature, top_k, top_p, min_p, seeds, positions)
 
     def rows(self, index: Tensor | slice) -> SampleInputs:
         """index: i64[r] or a slice -> the inputs of those rows."""
@@ -151,9 +176,9 @@ class Best:
         """i64[R] drawn ids -> the same, as -1 - id where the row is not finite: what a draw makes of it is its own."""
         return self.marked if drawn is self.ids else torch.where(self.is_finite, drawn, ~drawn)
 
-    def rows(self, count: int) -> Best:
-        """Of the first `count` rows."""
-        return Best(self.ids[:count], self.is_finite[:count], self.marked[:count])
+    def first(self, rows: int) -> Best:
+        """Of the first `rows` rows."""
+        return Best(self.ids[:rows], self.is_finite[:rows], self.marked[:rows])
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
@@ -164,6 +189,19 @@ def largest(logits: Tensor, count: int) -> Tensor:
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
     keys = _order(logits).to(torch.int64).bitwise_left_shift_(32).sub_(token_ids)
     return keys.topk(count, dim=-1).values.neg_() & 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a captured head brings beside its logits, for rows whose logits nothing edits."""
+
+    best: Best
+    draw: Callable[[Tensor, bool], Tensor]
+    """(i64[SampleInputs.PACKED, R], whether any row has a top_k or top_p) -> i64[R], as `sample` draws."""
+
+    def first(self, rows: int) -> Prepared:
+        """Of the first `rows` rows."""
+        return Prepared(self.best.first(rows), self.draw)
 
 
 def keep_prefix(logits: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:

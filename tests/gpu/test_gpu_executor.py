@@ -87,6 +87,30 @@ def test_a_full_step_of_the_dynamic_method_is_captured_and_draws_what_it_draws_e
     assert executor.padding_rows == 0
 
 
+def test_captured_draws_are_the_eager_ones_in_any_mix(methods):
+    """Greedy, plain and cut rows, alone and together, at row counts between those that are captured."""
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.8, top_k=5),
+        SamplingParams(temperature=1.2, top_p=0.9),
+        SamplingParams(temperature=1.0, min_p=0.2),
+    ]
+
+    def run(captures: bool) -> list[list[int]]:
+        executor = toy_executor(ToyDecoder("cuda"), captures_static_methods=captures, **methods)
+        prompt = PROMPTS[2]
+        sessions = [executor.open_session(kind, seed=number, prompt=prompt) for number, kind in enumerate(kinds)]
+        drawn = [[token] for token in draw(executor, *(last_row(session, prompt, 0) for session in sessions))]
+        for chosen in ((0,), (1,), (3,), (0, 1), (1, 2, 3), (0, 1, 2, 3, 4), (4, 0, 2), (0, 1, 2, 3, 4)):
+            rows = [last_row(sessions[n], drawn[n][-1:], len(prompt) + len(drawn[n]) - 1) for n in chosen]
+            for n, token in zip(chosen, draw(executor, *rows), strict=True):
+                drawn[n].append(token)
+        return drawn
+
+    assert run(True) == run(False)
+
+
 def test_random_schedules_draw_what_each_session_draws_alone_and_read_no_freed_cell(device_executor, oracle):
     executor = device_executor(initial_capacity=255)
     generate(executor, PROMPTS[:1], 1)  # maps the whole pool, so that all of it can be poisoned
