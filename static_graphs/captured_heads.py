@@ -73,6 +73,7 @@ class CapturedHeads:
         self._heads[rows].replay()
         return self._scores[rows].first(count)
 
+    @torch.inference_mode()
     def _draw(self, rows: int, packed: torch.Tensor, has_cuts: bool) -> torch.Tensor:
         """Behind the head of `rows`. packed: i64[PACKED, R] -> i64[R]."""
         count = packed.shape[1]
