@@ -58,7 +58,7 @@ class EngineCollector(Collector):
         )
         free = stats.cells_total - stats.cells_used - stats.cells_cached
         yield self._gauge("cellserve:cells_free", "K/V cells that hold nothing.", free)
-        yield self._gauge("cellserve:cells_total", "K/V cells of the pool.", stats.cells_total)
+        yield self._gauge("cellserve:cells", "K/V cells of the pool.", stats.cells_total)
         yield self._counter("cellserve:steps", "Steps run.", stats.steps)
         yield self._counter("cellserve:steps_failed", "Steps that failed on the host.", stats.steps_failed)
         yield self._counter("cellserve:step_time_seconds", "Time spent in steps.", stats.step_time_s)

@@ -257,3 +257,34 @@ def test_prometheus_answers_each_query_with_a_number(
 ) -> None:
     values = asked(prometheus, filled(target["expr"]))
     assert any(math.isfinite(value) for value in values), f"{title}: {target['expr']} gave {values}"
+
+
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("needs promtool: apt-get install prometheus")
+    return found
+
+
+@pytest.mark.full
+def test_prometheus_own_tool_takes_the_configuration(promtool: str, tmp_path: Path) -> None:
+    config = prometheus_config()
+    [job] = config["scrape_configs"]
+    key = tmp_path / "key"  # which it looks for
+    key.write_text(KEY)
+    job["authorization"]["credentials_file"] = str(key)
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    checked = subprocess.run([promtool, "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.full
+def test_prometheus_own_tool_finds_nothing_in_what_is_exposed_but_our_colons(promtool: str, server: LiveServer) -> None:
+    """Colons are of recording rules by custom; vLLM's names, which boards read, have them."""
+    told = subprocess.run(
+        [promtool, "check", "metrics"], input=server.http.get("/metrics").text, capture_output=True, text=True
+    )
+    complaints = (told.stdout + told.stderr).splitlines()
+    assert complaints, "it has nothing to say about names that have a colon"
+    assert [line for line in complaints if not line.endswith("metric names should not contain ':'")] == []
