@@ -20,6 +20,7 @@ import random
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -43,8 +44,8 @@ class Told:
     seconds: float = 0.0
     tokens: int = 0
     answers: int = 0
-    wrong: int = 0
-    """Neither whole and right nor refused."""
+    wrong: list[str] = field(default_factory=list)
+    """What came that was neither whole and right nor a refusal."""
     refused: int = 0
     unspecific: int = 0
     """Refusals that did not say when to come again."""
@@ -71,6 +72,7 @@ class Connection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._end: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
+        self.is_open = False
 
     @classmethod
     async def open(cls, host: str, port: int) -> Connection:
@@ -96,8 +98,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self.is_open = True
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
         if self._end is not None and not self._end.done():
             self._end.set_exception(ConnectionResetError("it ended before the answer did"))
 
@@ -189,12 +193,14 @@ class Clients:
         await asyncio.gather(*(client(each) for each in range(int(number))))
 
     async def _open(self, number: float) -> None:
-        idle: list[Connection] = []
+        # The one at rest the longest goes first, so that none is closed for it by the server in the same moment.
+        idle: deque[Connection] = deque()
 
         async def once(turn: int) -> None:
-            connection = idle.pop() if idle else await self._connect()
+            connection = idle.popleft() if idle else await self._connect()
             await self._ask(connection, Asked("open", turn))
-            idle.append(connection)
+            if connection.is_open:
+                idle.append(connection)
 
         await self._at_random(number, once)
 
@@ -229,8 +235,8 @@ class Clients:
         """None where there was no answer. Counts it."""
         try:
             answer = await connection.post(asked.content())
-        except (ConnectionError, TimeoutError):
-            self._count_wrong()
+        except (ConnectionError, TimeoutError) as error:
+            self.told.wrong.append(repr(error))
             return None
         if time.perf_counter() < self._counts_from_s:
             return answer
@@ -240,17 +246,14 @@ class Clients:
                 told.answers += 1
                 told.tokens += asked.max_tokens
             else:
-                self._count_wrong()
+                told.wrong.append(f"{asked}: {answer.body[-500:]!r}")
         elif b'"queue_full"' in answer.body:
             told.refused += 1
             told.unspecific += "retry-after" not in answer.headers
             told.told_s.append(_told_s(answer))
         else:
-            self._count_wrong()
+            told.wrong.append(f"{answer.status}: {answer.body[:500]!r}")
         return answer
-
-    def _count_wrong(self) -> None:
-        self.told.wrong += 1
 
 
 async def _one(asking: Awaitable[None]) -> None:
