@@ -31,7 +31,7 @@ WORKDIR /cache
 USER cellserve
 
 EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --start-interval=1s --retries=3 \
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
   CMD ["python", "-c", "import http.client, sys; probe = http.client.HTTPConnection('127.0.0.1', 8000, timeout=4); probe.request('GET', '/ready'); sys.exit(probe.getresponse().status != 200)"]
 
 ENTRYPOINT ["cellserve"]
