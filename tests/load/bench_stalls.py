@@ -5,7 +5,8 @@ A server with its engine in a process of its own (load/bench_http.py, case engin
 a task in the server asks for a turn every millisecond; the figure is the longest it waited during one request, the
 least of several tries, because other work on the machine only adds to it. "nothing" is the same without a request.
 Refusals: CPU time of the server process for each of many refused requests, less what the streams take in the same
-time. Prints one JSON object a line. Run it in the repository's root: PYTHONPATH=tests.
+time; on a connection that stays open and on new ones, one behind the other and each after a rest, in which caches grow
+cold. Prints one JSON object a line. Run it in the repository's root: PYTHONPATH=tests.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from support.bench_engine import FIRST_WORD, STEP_VARIABLE, TOKENIZER_VARIABLE, 
 STREAMS = 16
 STEP_MS = 10
 REFUSALS = 300
+REST_S = 0.005
 
 BODIES: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -46,6 +48,21 @@ BODIES: dict[str, dict[str, Any]] = {
 """The tokenizer has a token a character, so that a text has as many tokens as no text of its length would elsewhere."""
 
 
+REFUSED: dict[str, tuple[int, dict[str, Any], int]] = {
+    "queue_full": (429, {"prompt": "a" * 2000, "max_tokens": 1}, 2 * STREAMS),
+    "invalid_value": (400, {"prompt": "a" * 2000, "max_tokens": "one"}, STREAMS),
+}
+"""Status, body, and the streams beside it: as many as are let in, or as many as run."""
+
+WAYS: dict[str, tuple[dict[str, str], float]] = {
+    "open connection": ({}, 0.0),
+    "new connections": ({"Connection": "close"}, 0.0),
+    "open connection, each alone": ({}, REST_S),
+    "new connections, each alone": ({"Connection": "close"}, REST_S),
+}
+"""Headers, and how long the client rests between two."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m load.bench_stalls", description="what one request costs others")
     parser.add_argument("--tries", type=int, default=7)
@@ -53,17 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     records = []
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("stalls", total=len(BODIES) * args.tries + 1)
-        with serving(STREAMS) as (server, port), streaming(port, STREAMS - 1):
+        task = progress.add_task("stalls and refusals", total=len(BODIES) * args.tries + len(REFUSED) * len(WAYS))
+        with serving(STREAMS) as (_, port), streaming(port, STREAMS - 1):
             for name, body in BODIES.items():
                 waits = []
                 for _ in range(args.tries):
                     waits.append(stall_ms(port, body))
                     progress.advance(task)
                 records.append(record("stall", name, min(waits), "ms"))
-        with serving(STREAMS) as (server, port), streaming(port, 2 * STREAMS):
-            records.append(record("refusal", "429 queue_full", refusal_ms(server, port), "ms of server CPU"))
-            progress.advance(task)
+        for code, (status, body, streams) in REFUSED.items():
+            with serving(STREAMS) as (server, port), streaming(port, streams):
+                for way, (headers, rest_s) in WAYS.items():
+                    value = refusal_ms(server, port, body, status, headers, rest_s)
+                    records.append(record("refusal", f"{status} {code}, {way}", value, "ms of server CPU"))
+                    progress.advance(task)
     for line in records:
         print(json.dumps(line))
     return 0
@@ -81,12 +101,15 @@ def stall_ms(port: int, body: dict[str, Any]) -> float:
         return float(client.get("/worst_turn").json()["worst_ms"])
 
 
-def refusal_ms(server: psutil.Process, port: int) -> float:
+def refusal_ms(
+    server: psutil.Process, port: int, body: dict[str, Any], status: int, headers: dict[str, str], rest_s: float
+) -> float:
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False) as client:
 
         def refuse() -> None:
-            answer = client.post("/v1/completions", json={"prompt": "a" * 2000, "max_tokens": 1})
-            assert answer.status_code == 429, answer.text[:300]
+            answer = client.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == status, answer.text[:300]
+            time.sleep(rest_s)
 
         refuse()
         started_s, before_s = time.perf_counter(), cpu_s(server)
