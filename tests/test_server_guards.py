@@ -266,3 +266,12 @@ def test_a_client_that_left_is_counted_as_499(open_server: LiveServer) -> None:
     with socket.create_connection((open_server.host, open_server.port)) as connection:
         connection.sendall(b"GET /patient HTTP/1.1\r\nHost: x\r\n\r\n")
     until(lambda: open_server.metric("http_requests_total", handler="/patient", status="499") == 1)
+
+
+def test_a_client_that_left_in_the_middle_of_its_body_is_no_fault_of_ours(
+    open_server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection((open_server.host, open_server.port)) as connection:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n\r\n{"prompt"')
+    until(lambda: open_server.metric("http_requests_total", handler="/v1/completions", status="499") == 1)
+    assert "failed" not in caplog.text
