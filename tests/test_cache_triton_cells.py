@@ -105,6 +105,12 @@ def test_head_groups_and_widths_that_are_no_power_of_two(heads: tuple[int, int],
     check(SCATTERED, [*CHUNK[:2], *DECODES[:1]], heads=heads, dims=dims, tile_rows=2, num_pieces=2)
 
 
+@pytest.mark.parametrize("heads", [(8, 1), (9, 1), (18, 2)], ids=str)
+def test_each_head_of_a_group_is_merged_from_its_own_results(heads: tuple[int, int]) -> None:
+    """Groups of up to 8 heads, and more, are merged by code of their own."""
+    check(SCATTERED, DECODES[:2], heads=heads, num_pieces=4, sinks=torch.randn(heads[0]))
+
+
 @pytest.mark.parametrize("num_pieces", [1, 2])
 def test_half_precision_multiplies_halves_and_sums_floats(num_pieces: int) -> None:
     check(SCATTERED, [*CHUNK[:4], *DECODES], dtype=torch.float16, tolerance=3e-3, tile_rows=4, num_pieces=num_pieces)

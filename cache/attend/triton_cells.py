@@ -33,6 +33,8 @@ PIECES_PER_MULTIPROCESSOR = 4
 TILE_PIECES_PER_MULTIPROCESSOR = 1
 """Of all K/V heads together. A tile's results are many, so it is cut only where there are too few of them."""
 MIN_TILES = 4
+WRITTEN_OUT = tl.constexpr(8)
+"""Heads of a group whose merges are written out one behind the other."""
 
 
 def attend_cells(
@@ -358,24 +360,28 @@ def _attend_pieces(
             stride = num_kv_heads * (ROWS * GROUP)
             mine = ((slot - number).to(tl.int64) * num_kv_heads + kv_head) * (ROWS * GROUP)
             if ROWS == 1:
-                for member in tl.static_range(GROUP):
-                    head_at = kv_head * GROUP + member
-                    place_at = first_row.to(tl.int64) * (num_kv_heads * GROUP) + head_at
-                    merge_one(
-                        peaks,
-                        sums,
-                        outs,
-                        sinks,
-                        out,
-                        mine + member,
-                        stride,
-                        num_pieces,
-                        place_at,
-                        head_at,
-                        V_DIM,
-                        PADDED_V,
-                        HAS_SINKS,
-                    )
+                # Many heads, as over one K/V head, are merged in a loop: 71 written out take half a minute to compile.
+                AT_ONCE: tl.constexpr = GROUP if GROUP <= WRITTEN_OUT else 1  # noqa: N806
+                for first_member in range(0, GROUP, AT_ONCE):
+                    for member in tl.static_range(AT_ONCE):
+                        head_in = first_member + member
+                        head_at = kv_head * GROUP + head_in
+                        place_at = first_row.to(tl.int64) * (num_kv_heads * GROUP) + head_at
+                        merge_one(
+                            peaks,
+                            sums,
+                            outs,
+                            sinks,
+                            out,
+                            mine + head_in,
+                            stride,
+                            num_pieces,
+                            place_at,
+                            head_at,
+                            V_DIM,
+                            PADDED_V,
+                            HAS_SINKS,
+                        )
             else:
                 merge_tile(
                     peaks,

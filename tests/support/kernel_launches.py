@@ -4,7 +4,8 @@ Run as a program, without TRITON_INTERPRET. Launchers are called on small tensor
 (meta). Triton binds each launch as it would on a GPU: types, which integers are 1 or multiples of 16, constants. Then
 it asks its cache hook, which compiles the kernel up to TTIR and says that somebody else has taken care of it.
 
-Prints a JSON list, one entry a variant: its `kernel`, the `case` that launched it first, its `flags` and its `error`.
+Prints a JSON list, one entry a variant: its `kernel`, the `case` that launched it first, its `flags`, its `error` and
+the `lines` of its TTIR.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class NoDevice:
 
 
 class FrontEndPassed(Exception):
-    pass
+    def __init__(self, lines: int) -> None:
+        self.lines = lines
 
 
 def record(case: str, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -71,21 +73,24 @@ def record(case: str, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
     key = str((fn.module, fn.name, compile["signature"], constants, compile["configs"]))
     if key not in variants:
         flags = {name: constants[at] for name, at in named.items() if isinstance(constants[at], bool)}
-        variants[key] = {"kernel": f"{fn.module}.{fn.name}", "case": case, "flags": flags, "error": None}
+        variant = {"kernel": f"{fn.module}.{fn.name}", "case": case, "flags": flags, "error": None, "lines": 0}
+        variants[key] = variant
         options = {name: compile[name] for name in ("num_warps", "num_stages")}
         try:
-            check_types(ASTSource(kernel, compile["signature"], constants, compile["configs"][0]), options)
+            source = ASTSource(kernel, compile["signature"], constants, compile["configs"][0])
+            variant["lines"] = check_types(source, options)
         except Exception as error:
-            variants[key]["error"] = f"{type(error).__name__}: {error}"
+            variant["error"] = f"{type(error).__name__}: {error}"
     return True
 
 
-def check_types(source: ASTSource, options: dict[str, Any]) -> None:
+def check_types(source: ASTSource, options: dict[str, Any]) -> int:
+    """-> lines of TTIR. Raises what the front end raises."""
     knobs.runtime.add_stages_inspection_hook = only_ttir
     try:
         triton.compile(source, target=TARGET, options=options)
-    except FrontEndPassed:
-        return
+    except FrontEndPassed as passed:
+        return passed.lines
     finally:
         knobs.runtime.add_stages_inspection_hook = None
     raise AssertionError("Triton compiled beyond TTIR: its stages are not what this was written for")
@@ -94,8 +99,8 @@ def check_types(source: ASTSource, options: dict[str, Any]) -> None:
 def only_ttir(*args: Any) -> tuple[str, str]:
     """Triton's stages hook. Called without arguments too, for what the stages add to a cache's key."""
 
-    def stop(*_: Any) -> None:
-        raise FrontEndPassed
+    def stop(module: Any, _: Any) -> None:
+        raise FrontEndPassed(str(module).count("\n"))
 
     if args:
         stages = args[1]
@@ -136,6 +141,7 @@ ATTENTION: dict[str, Case] = {
     "rows": partial(attend, 12, num_pieces=66),
     "tiles": partial(attend, 256, num_pieces=16),
     "one piece": partial(attend, 3, heads=(8, 1), num_pieces=1),
+    "a group of many heads": partial(attend, 3, heads=(71, 1), dim=64, num_pieces=66),
     "float32 row": partial(attend, 1, F32, num_pieces=66),
     "float32 tiles": partial(attend, 64, F32, heads=(16, 8), dim=64, num_pieces=16),
     "FP8 cells": partial(attend, 256, cells=FP8, scales=KvScales(0.5, 0.25), num_pieces=66),
