@@ -147,8 +147,9 @@ def _quicken(model: LoadedModel) -> None:
     """Make the same model faster where this device has a way to. Raises ModelLoadError where the proof fails."""
     if model.device.type == "cuda":
         from static_graphs.fuse import fuse  # needs triton, which is there wherever torch has CUDA
+        from static_graphs.tiling_table import tilings_for
 
-        logger.info("%s", fuse(model))
+        logger.info("%s", fuse(model, tilings_for(model.device, model.dtype)))
     else:
         pack_linears(model)
 

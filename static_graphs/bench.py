@@ -70,8 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = model_from_config(config, device=device, dtype=torch.bfloat16, max_model_len=args.context + 64)
         if not args.unfused:
             from static_graphs.fuse import fuse  # needs triton
+            from static_graphs.tiling_table import tilings_for
 
-            fuse(model)
+            fuse(model, tilings_for(device, model.dtype))
         for rows in map(int, args.rows.split(",")):
             case = f"{shape} rows={rows} ctx={args.context}" + ("" if args.cells == "in turn" else f" {args.cells}")
             case += "" if kv_dtype == torch.bfloat16 else f" --kv-cache-dtype {args.kv_cache_dtype}"

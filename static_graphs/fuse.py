@@ -31,7 +31,7 @@ from static_graphs.fused_layers import Flow, FusedAttention, FusedLayer, FusedMl
 from static_graphs.kernels.norms import RmsNorm, rms_norm
 from static_graphs.kernels.products import product
 from static_graphs.proof import own_logits, prove
-from static_graphs.tilings import choose
+from static_graphs.tilings import RULE, Product, Tilings
 
 if TYPE_CHECKING:
     from static_graphs.model import LoadedModel
@@ -57,15 +57,18 @@ class Fused:
     has_head: bool = False
     left: dict[str, str] = field(default_factory=dict)
     """Module path -> reason; of a kind of module the first one."""
+    products: set[Product] = field(default_factory=set)
+    """What the fused parts multiply by."""
 
     def __str__(self) -> str:
         done = f"{self.layers} layers, {self.attentions} attentions, {self.mlps} MLPs, {self.norms} norms"
         return f"fused {done}{', head' if self.has_head else ''}; left: {self.left or 'nothing'}"
 
 
-def fuse(model: LoadedModel) -> Fused:
+def fuse(model: LoadedModel, tilings: Tilings = RULE) -> Fused:
     """Replace what is recognised, then prove the whole model again. Engine thread, before any capture.
 
+    tilings: how the fused parts cut their products.
     Raises UnsupportedModel where the fused model is not the module's own any more (which no part's trial showed).
     """
     report = Fused()
@@ -75,8 +78,8 @@ def fuse(model: LoadedModel) -> Fused:
         try:
             calls = _record(model)
             norms = _find_norms(model)
-            mlps = _find_mlps(model, report)
-            attentions = _find_attentions(model, calls, norms, report)
+            mlps = _find_mlps(model, report, tilings)
+            attentions = _find_attentions(model, calls, norms, report, tilings)
             layers = _find_layers(model, calls, norms, attentions, mlps, report)
         finally:
             use_attention(model.module, CELLS)
@@ -96,12 +99,16 @@ def fuse(model: LoadedModel) -> Fused:
         replacing[part] = _layer_forward(part, layer)
     head = model.module.get_output_embeddings()
     if _is_plain(head, model.dtype) and head.bias is None:
-        replacing[head] = _head_forward(head)
+        replacing[head] = _head_forward(head, tilings)
+        width, depth = head.weight.shape
+        report.products.add(Product(width, depth, is_whole=True))
         report.has_head = True
     for part, forward in replacing.items():
         part.forward = forward
     report.norms, report.mlps = len(norms), len(mlps)
     report.attentions, report.layers = len(attentions), len(layers)
+    report.products.update(*(mlp.products for mlp in mlps.values()))
+    report.products.update(*(attention.products for attention in attentions.values()))
     prove(model, own)
     return report
 
@@ -177,7 +184,7 @@ def _norm_of(part: nn.Module, dtype: torch.dtype) -> RmsNorm | None:
     return None
 
 
-def _find_mlps(model: LoadedModel, report: Fused) -> dict[nn.Module, FusedMlp]:
+def _find_mlps(model: LoadedModel, report: Fused, tilings: Tilings) -> dict[nn.Module, FusedMlp]:
     """Every module of gate, up and down projections that is down(act(gate) * up)."""
     mlps: dict[nn.Module, FusedMlp] = {}
     for name, part in model.body.named_modules():
@@ -198,7 +205,7 @@ def _find_mlps(model: LoadedModel, report: Fused) -> dict[nn.Module, FusedMlp]:
                 return functional.linear((act(gate) * up).to(x.dtype), down)
 
             if _same(part, expected, down.shape[0], model.dtype, model.device):
-                mlps[part] = FusedMlp(_merge(merging), down.data, activation)
+                mlps[part] = FusedMlp(_merge(merging), down.data, activation, tilings)
                 break
         else:
             report.left.setdefault(type(part).__name__, f"{name}: it is not down(act(gate) * up)")
@@ -215,7 +222,11 @@ def _mlp_forward(mlp: FusedMlp) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _find_attentions(
-    model: LoadedModel, calls: dict[nn.Module, Call], norms: dict[nn.Module, RmsNorm], report: Fused
+    model: LoadedModel,
+    calls: dict[nn.Module, Call],
+    norms: dict[nn.Module, RmsNorm],
+    report: Fused,
+    tilings: Tilings,
 ) -> dict[nn.Module, FusedAttention]:
     """Every attention module of merged projections, optional head norms, rotation by halves and one output."""
     found: dict[nn.Module, FusedAttention] = {}
@@ -223,7 +234,7 @@ def _find_attentions(
         bound = getattr(part, "cell_layer", None)
         if not isinstance(bound, BoundLayer):
             continue
-        reason, attention = _attention_of(model, part, bound, calls.get(part), norms)
+        reason, attention = _attention_of(model, part, bound, calls.get(part), norms, tilings)
         if attention is None:
             report.left.setdefault(type(part).__name__, f"{name}: {reason}")
         else:
@@ -232,7 +243,12 @@ def _find_attentions(
 
 
 def _attention_of(
-    model: LoadedModel, part: nn.Module, bound: BoundLayer, call: Call | None, norms: dict[nn.Module, RmsNorm]
+    model: LoadedModel,
+    part: nn.Module,
+    bound: BoundLayer,
+    call: Call | None,
+    norms: dict[nn.Module, RmsNorm],
+    tilings: Tilings,
 ) -> tuple[str, FusedAttention | None]:
     """(why not, None), or the fused attention."""
     children = _with_weights(part)
@@ -292,8 +308,8 @@ def _attention_of(
         options = now
     assert options is not None
     merged_bias = None if merging[0].bias is None else torch.cat([child.bias.data for child in merging])
-    fused = FusedAttention(bound, _merge(merging), merged_bias, out.weight.data, query_norm, key_norm, options)
-    return "", fused
+    weights = _merge(merging), merged_bias, out.weight.data
+    return "", FusedAttention(bound, *weights, query_norm, key_norm, options, tilings)
 
 
 def _attention_forward(part: nn.Module, attention: FusedAttention) -> Callable[..., Any]:
@@ -407,13 +423,13 @@ def _layer_forward(part: nn.Module, layer: FusedLayer) -> Callable[..., Any]:
     return forward
 
 
-def _head_forward(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _head_forward(head: Any, tilings: Tilings) -> Callable[[torch.Tensor], torch.Tensor]:
     own = head.forward
     weight = head.weight.data
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        tiling = choose(rows.shape[0], *weight.shape)
+        tiling = tilings.choose(rows.shape[0], *weight.shape)
         if tiling is None or tiling.parts > 1:
             out: torch.Tensor = own(x)
             return out

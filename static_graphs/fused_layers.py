@@ -21,31 +21,42 @@ from static_graphs.binding import BoundLayer
 from static_graphs.kernels.norms import RmsNorm, add_norm, gate_by, rms_norm
 from static_graphs.kernels.products import gated_product, product
 from static_graphs.kernels.rotary import rotate_and_store
-from static_graphs.tilings import choose
+from static_graphs.tilings import RULE, Product, Tilings
 
 
 class FusedLinear:
     """x [R, K] -> [parts, R, N] to be added by the reader, without the bias."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, tilings: Tilings = RULE) -> None:
         self.weight = weight
+        self.tilings = tilings
+
+    @property
+    def product(self) -> Product:
+        return Product(*self.weight.shape)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        tiling = choose(x.shape[0], *self.weight.shape)
+        tiling = self.tilings.choose(x.shape[0], *self.weight.shape)
         return functional.linear(x, self.weight)[None] if tiling is None else product(x, self.weight, tiling)
 
 
 class FusedMlp:
     """x [R, K] -> [parts, R, K]."""
 
-    def __init__(self, merged: torch.Tensor, down: torch.Tensor, activation: str) -> None:
+    def __init__(self, merged: torch.Tensor, down: torch.Tensor, activation: str, tilings: Tilings = RULE) -> None:
         self.merged = merged  # [2 * N, K]: gate, up
-        self.down = FusedLinear(down)
+        self.down = FusedLinear(down, tilings)
         self.activation = activation
+        self.tilings = tilings
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        width, depth = self.merged.shape
+        return Product(width // 2, depth, is_gated=True, is_whole=True), self.down.product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         width = self.merged.shape[0] // 2
-        tiling = choose(x.shape[0], width, self.merged.shape[1], gated=True)
+        tiling = self.tilings.choose(x.shape[0], width, self.merged.shape[1], gated=True)
         if tiling is None:
             inner = gate_by(functional.linear(x, self.merged), self.activation)
         else:
@@ -65,14 +76,19 @@ class FusedAttention:
         query_norm: RmsNorm | None,
         key_norm: RmsNorm | None,
         options: dict[str, Any],
+        tilings: Tilings = RULE,
     ) -> None:
         self.bound = bound
-        self.merge = FusedLinear(merged)
+        self.merge = FusedLinear(merged, tilings)
         self.bias = bias
-        self.out = FusedLinear(out)
+        self.out = FusedLinear(out, tilings)
         self.query_norm = query_norm
         self.key_norm = key_norm
         self.options = options  # scale, softcap and sinks of attend_stored
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.merge.product, self.out.product
 
     def __call__(
         self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: CellStep

@@ -1,8 +1,15 @@
-"""Which way a matrix product of few rows is computed: by one of our kernels, cut so or so, or by cuBLAS (None)."""
+"""Which way a matrix product of few rows is computed: by one of our kernels, cut so or so, or by cuBLAS (None).
+
+What was measured on this device (tune.py) comes first; of all else a rule decides.
+"""
 
 from __future__ import annotations
 
-from static_graphs.kernels.products import Tiling
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from static_graphs.kernels.products import MIN_ROWS, Tiling
 
 MAX_ROWS = 64
 """Rows from which on cuBLAS is faster: the products begin to wait for the matrix units instead of the weights."""
@@ -12,8 +19,55 @@ PROGRAMS = 264
 """Two a multiprocessor of an H200: as many parts as give no more programs than run at once."""
 
 
+class Product(NamedTuple):
+    """What rows are multiplied by: a weight [width, depth], or two of them."""
+
+    width: int
+    depth: int
+    is_gated: bool = False
+    is_whole: bool = False
+    """Its reader takes no parts."""
+
+
+class Measured(NamedTuple):
+    """What a measured choice is of: up to `rows` rows [rows, depth] by a weight [width, depth], or gated by two."""
+
+    width: int
+    depth: int
+    gated: bool
+    rows: int
+    """A bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tilings:
+    """The choices that one model's products are computed by. Without measured ones: the rule's."""
+
+    measured: Mapping[Measured, Tiling | None] = field(default_factory=dict)
+
+    def choose(self, rows: int, width: int, depth: int, *, gated: bool = False) -> Tiling | None:
+        """As the rule below."""
+        key = Measured(width, depth, gated, bucket(rows))
+        return self.measured[key] if key in self.measured else choose(rows, width, depth, gated=gated)
+
+
+RULE = Tilings()
+
+
+def bucket(rows: int) -> int:
+    """The rows that a kernel computes for so many, on which its time depends; one row has a kernel of its own."""
+    return 1 if rows == 1 else max(MIN_ROWS, 1 << (rows - 1).bit_length())
+
+
+def shared_bytes(tiling: Tiling, rows: int, *, gated: bool = False) -> int:
+    """Shared memory that a program takes for weights of 16 bits, without what it sums up in at its end (less)."""
+    if not tiling.is_dot:
+        return 0
+    return 2 * tiling.stages * tiling.block_k * (tiling.block_n * (2 if gated else 1) + max(MIN_ROWS, bucket(rows)))
+
+
 def choose(rows: int, width: int, depth: int, *, gated: bool = False) -> Tiling | None:
-    """For x [rows, depth] by a weight [width, depth]; gated: by two of them. None: cuBLAS.
+    """For x [rows, depth] by a weight [width, depth]; gated: by two of them. None: cuBLAS. The same in all of a bucket.
 
     Measured on an H200 over the shapes of an 8B and a 0.6B model: of 20 tilings the best one's time, or 5 % more.
     """
