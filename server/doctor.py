@@ -11,8 +11,11 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -38,6 +41,8 @@ _LEAST_DISK_GIB = 5.0
 _LEAST_FILES = 4096
 """Open files: each connection is one."""
 _ASK_S = 2.0
+_TABLE_S = 60.0
+"""It imports torch and triton."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _STYLES: dict[Verdict, str] = {"ok": "green", "note": "yellow", "fault": "bold red"}
 
@@ -66,6 +71,7 @@ def find(settings: Settings) -> Iterator[Finding]:
     yield packages()
     yield driver()
     yield from torch_and_gpus(settings.device)
+    yield from tilings(settings)
     weights_bytes = 0
     for finding, size_bytes in model(settings.model):
         weights_bytes += size_bytes
@@ -128,6 +134,33 @@ def _gpu(name: str, free_bytes: int, total_bytes: int, index: int) -> Finding:
     if free_bytes < total_bytes / 2:
         return Finding(f"GPU {index}", "note", f"{text}: something else uses it")
     return Finding(f"GPU {index}", "ok", text)
+
+
+def tilings(settings: Settings) -> Iterator[Finding]:
+    """Whether products of few rows are cut as measured on this GPU. Nothing to say where the model runs on the CPU."""
+    import torch
+
+    if settings.device == "cpu" or settings.enforce_eager or not torch.cuda.is_available():
+        return
+    device = "cuda" if settings.device == "auto" else settings.device
+    command = (sys.executable, "-m", "static_graphs.tiling_table", device)  # of the engine's side: not imported here
+    try:
+        asked = subprocess.run(
+            command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=_TABLE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Finding("products", "note", f"whether they were measured cannot be told: {error}")
+        return
+    yield tuned(asked.returncode, asked.stdout if asked.stdout.strip() else asked.stderr, settings.model)
+
+
+def tuned(exit_code: int, said: str, model: str) -> Finding:
+    """From what static_graphs.tiling_table said last."""
+    text = (said.strip().splitlines() or ["nothing was said"])[-1]
+    if exit_code == 0:
+        return Finding("products", "ok", text)
+    name = "" if model == DEFAULT_MODEL else f" {shlex.quote(model)}"
+    return Finding("products", "note", f"{text}. To measure: python -m static_graphs.tune{name}")
 
 
 def kv_dtype(name: str, device: str) -> Iterator[Finding]:

@@ -54,6 +54,14 @@ def test_what_k_v_in_fp8_costs_without_a_gpu_is_noted() -> None:
     assert (finding.subject, finding.verdict) == ("K/V dtype", "note")
 
 
+def test_a_gpu_that_nothing_was_measured_on_is_noted_with_the_command() -> None:
+    assert list(doctor.tilings(Settings(device="cpu"))) == []
+    assert doctor.tuned(0, "a warning\ncut as measured\n", "m") == Finding("products", "ok", "cut as measured")
+    text = "cut by rule: it is damaged. To measure: python -m static_graphs.tune 'my model'"
+    assert doctor.tuned(1, "cut by rule: it is damaged\n", "my model") == Finding("products", "note", text)
+    assert doctor.tuned(1, "", "default").text.endswith("nothing was said. To measure: python -m static_graphs.tune")
+
+
 def test_a_model_folder_is_looked_through(tmp_path: Path) -> None:
     assert of_model(tmp_path / "none") == [("model", "fault")]
     assert of_model(tmp_path) == [("model", "fault")]
