@@ -41,6 +41,8 @@ CPU_PREFILL = (512, 256)
 CUDA_WIDTHS = (1, 2, 4, *range(8, 257, 8), 384, 512, 768, 1024)
 CUDA_PREFILL = (8192, 1024)
 """The second is the widest captured width: prompts beside 256 decodes come at up to 768 tokens a step."""
+CUDA_MOST_TOKENS = 61_440
+"""A launch has up to 65,535 programs in a row, and attention has one for each row of a step and some more."""
 SMALL_MODEL = 2_000_000_000
 """Parameters below which a full step of prompts is over before a host has launched its kernels one by one."""
 
@@ -79,6 +81,11 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
     widths = _widths(config, CUDA_WIDTHS if is_cuda else CPU_WIDTHS, kv_cells)
     limits = _limits(config, widths, CUDA_PREFILL if is_cuda else CPU_PREFILL)
     widest = min(max(limits.prefill_budget, limits.mixed_budget), kv_cells)  # no step has more tokens than cells
+    if is_cuda and widest > CUDA_MOST_TOKENS:
+        raise ConfigError(
+            f"a step of {widest} tokens (max_num_batched_tokens, max_num_mixed_tokens) is wider than a launch on this "
+            f"device can be: give at most {CUDA_MOST_TOKENS}"
+        )
     options = ExecutorOptions(
         capacity_cells=kv_cells,
         widths=widths,
