@@ -80,6 +80,8 @@ class EngineConfig:
     """The most that folder may hold."""
     kv_redis: str | None = field(default=None, repr=False)
     """redis://, rediss:// or unix:// URL, which may hold a password."""
+    kv_redis_secret_file: str | None = None
+    """File of a secret that what is kept in Redis is signed with."""
     kv_chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     """Tokens that tiers keep together; doubled until they are 1 MiB."""
     kv_full_windows: bool = False
@@ -148,6 +150,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} says how tiers keep K/V, and there are none: give kv_host_gib too")
         if self.kv_redis is not None and not self.kv_redis.startswith(("redis://", "rediss://", "unix://")):
             raise ConfigError("kv_redis must begin with redis://, rediss:// or unix://")
+        if self.kv_redis_secret_file is not None and self.kv_redis is None:
+            raise ConfigError("kv_redis_secret_file signs what Redis keeps, and there is none: give kv_redis too")
 
     @property
     def num_seqs(self) -> int:

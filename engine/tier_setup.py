@@ -31,6 +31,7 @@ from engine.errors import ConfigError
 from engine.kv_tiers import KvTiers
 
 GIB = 1 << 30
+SECRET_BYTES = 16
 _PART_WORDS = 1 << 24
 """Bounds the memory that the sums over a weight take."""
 
@@ -86,6 +87,7 @@ def _stores(
     folder = None if config.kv_disk is None else Path(config.kv_disk)
     if folder is not None and len(windows) > 1:
         clear_folder(folder)
+    secret = _redis_secret(config)
     stores: list[Store] = []
     try:
         for index, window in enumerate(windows):
@@ -101,13 +103,30 @@ def _stores(
                 disk_bytes = int(config.kv_disk_gib * GIB * part)
                 tiers.append(DiskTier(own, space, layout, disk_bytes, needs_parents=window is None))
             if config.kv_redis is not None:
-                tiers.append(RedisTier(config.kv_redis, layout))
+                tiers.append(RedisTier(config.kv_redis, replace(layout, secret=secret)))
             stores.append(Store(host, tiers))
     except BaseException:
         for store in stores:
             store.close()
         raise
     return ObjectStores(stores, windows)
+
+
+def _redis_secret(config: EngineConfig) -> bytes:
+    """The key of the file's secret; b"" without a file. Records of servers with other secrets, or none, are no hits."""
+    path = config.kv_redis_secret_file
+    if path is None:
+        return b""
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"kv_redis_secret_file {path} cannot be read: {error.strerror or error}") from error
+    if len(secret) < SECRET_BYTES:
+        raise ConfigError(
+            f"kv_redis_secret_file {path} holds {len(secret)} bytes: a secret that cannot be guessed has "
+            f"{SECRET_BYTES} or more, e.g. of `openssl rand -hex 32`"
+        )
+    return blake2b(secret, digest_size=32, person=b"cellserve kv").digest()
 
 
 def object_namespace(namespace: Namespace, groups: Groups, index: int) -> Namespace:

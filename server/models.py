@@ -17,6 +17,8 @@ from server.fields import MAX_LOGPROBS
 from server.serving import Serving
 
 router = APIRouter(tags=["models"])
+_PRIVATE = {"api_key", "api_key_file", "kv_redis_secret_file", "ssl_keyfile"}
+"""Options that /server_info leaves out."""
 
 
 def version() -> str:
@@ -65,7 +67,9 @@ async def server_info(request: Request) -> dict[str, Any]:
     return {
         "system_fingerprint": serving.fingerprint,
         "versions": versions(),
-        "config": serving.settings.model_dump(mode="json", exclude={"api_key", "api_key_file", "ssl_keyfile"}),
+        "config": serving.settings.model_dump(
+            mode="json", exclude={"api_key", "api_key_file", "kv_redis_secret_file", "ssl_keyfile"}
+        ),
         "has_api_keys": bool(serving.settings.api_key or serving.settings.api_key_file),
         "engine": engine,
         "admission": {

@@ -157,6 +157,11 @@ class Options(BaseSettings):
         Field(description="redis://, rediss:// or unix:// URL for prefixes; needs --kv-host-gib and the redis package"),
         Option("cache", "engine/tier_setup.py"),
     ] = None
+    kv_redis_secret_file: Annotated[
+        Path | None,
+        Field(description="file of a secret that K/V in Redis is signed with, where others may write too"),
+        Option("cache", "engine/tier_setup.py"),
+    ] = None
     kv_chunk_tokens: Annotated[
         int,
         Field(ge=16, le=256, description="tokens that the tiers keep together: 16, 32, 64, 128 or 256"),

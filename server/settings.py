@@ -138,6 +138,7 @@ class Settings(Options):
             kv_disk=self.kv_disk,
             kv_disk_gib=self.kv_disk_gib,
             kv_redis=None if self.kv_redis is None else self.kv_redis.get_secret_value(),
+            kv_redis_secret_file=None if self.kv_redis_secret_file is None else str(self.kv_redis_secret_file),
             kv_chunk_tokens=self.kv_chunk_tokens,
             kv_full_windows=self.kv_full_windows,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from engine.loop import EngineLoop
 from engine.tier_setup import GIB, weights_digest
 from engine.types import GenerateRequest, SamplingParams, Update
 from support.model_folder import write_folder
+from support.redis_server import Server
 from support.tiny_models import tiny
 
 PROMPT = tuple(range(100)) * 3
@@ -100,6 +102,29 @@ def test_a_model_with_more_object_groups_takes_the_folders_room_from_the_one_bef
     stored(second)
 
 
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server: apt-get install redis-server")
+def test_servers_share_what_redis_keeps_only_under_one_secret(model: str, tmp_path: Path) -> None:
+    """Whoever else may write there could otherwise put K/V, and so words, into this server's mouth."""
+    redis = Server(tmp_path)
+    found = []
+    for number, secret in enumerate(("ours", "ours", "theirs")):
+        (tmp_path / "secret").write_text(f"{secret * 8}\n")
+        loop = loop_of(model, kv_redis=redis.url, kv_redis_secret_file=str(tmp_path / "secret"))
+        found.append(ask(loop, str(number))[0])
+        stored(loop)
+    redis.kill()
+    assert found == [0, 256, 0]
+
+
+def test_a_secret_that_is_none_is_refused_with_what_makes_one(model: str, tmp_path: Path) -> None:
+    options = {"kv_redis": "unix:///nowhere", "kv_redis_secret_file": str(tmp_path / "secret")}
+    with pytest.raises(ConfigError, match=r"secret cannot be read: No such file"):
+        loop_of(model, **options)
+    (tmp_path / "secret").write_text("hunter2\n")
+    with pytest.raises(ConfigError, match=r"holds 7 bytes: .* has 16 or more, e.g. of `openssl rand -hex 32`"):
+        loop_of(model, **options)
+
+
 def test_other_weights_find_nothing_in_the_same_folder(model: str, tmp_path: Path) -> None:
     disk = {"kv_disk": str(tmp_path), "kv_disk_gib": 8 * MIB}
     first = loop_of(model, load_format="dummy", seed=1, **disk)
@@ -143,6 +168,7 @@ def test_a_digest_tells_any_change_of_a_weight() -> None:
         ({"kv_host_gib": 1.0, "prefix_cache": False}, "prefix_cache is off"),
         ({"kv_host_gib": 1.0, "cache": "single"}, "the single cache does not have"),
         ({"kv_host_gib": 1.0, "kv_redis": "http://localhost"}, "kv_redis must begin with redis://"),
+        ({"kv_redis_secret_file": "/run/secret"}, "kv_redis_secret_file signs what Redis keeps, and there is none"),
         ({"kv_chunk_tokens": 48}, "kv_chunk_tokens is 48"),
         ({"kv_chunk_tokens": 128}, "kv_chunk_tokens says how tiers keep K/V, and there are none: give kv_host_gib"),
         ({"kv_full_windows": True}, "kv_full_windows says how tiers keep K/V, and there are none: give kv_host_gib"),
