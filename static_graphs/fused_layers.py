@@ -36,7 +36,7 @@ class FusedLinear:
         return Product(*self.weight.shape)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        tiling = self.tilings.choose(x.shape[0], *self.weight.shape)
+        tiling = self.tilings.choose(x.shape[0], *self.weight.shape, bits=8 * self.weight.element_size())
         return functional.linear(x, self.weight)[None] if tiling is None else product(x, self.weight, tiling)
 
 

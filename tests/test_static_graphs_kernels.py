@@ -135,4 +135,6 @@ def test_every_tiling_covers_its_product_without_an_empty_part(rows: int, width:
 
 def test_many_rows_are_left_to_cublas() -> None:
     assert choose(65, 4096, 4096) is None
+    assert choose(65, 1024, 4096) is not None
+    assert choose(65, 1024, 4096, bits=32) is None
     assert choose(8, 32, 4096) is None
