@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from static_graphs.capture import frozen_garbage
-from static_graphs.captured_heads import WARMUP_RUNS
+from static_graphs.graphs import captured, frozen_garbage
 
 Run = Callable[[], None]
 
@@ -37,12 +36,7 @@ class AdditionalMethods:
         """Replace every method by a CUDA graph of it, captured on the current device."""
         with frozen_garbage():
             for name, run in self._runs.items():
-                for _ in range(WARMUP_RUNS):
-                    run()
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    run()
+                graph, _ = captured(run)
                 self._runs[name] = graph.replay
 
     @torch.inference_mode()

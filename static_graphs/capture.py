@@ -7,15 +7,16 @@ Engine thread only; every launch is on the stream that is current when `capture`
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from cache.step import CellStep
-from static_graphs.captured_heads import ROWS, WARMUP_RUNS, CapturedHeads
+from static_graphs.captured_heads import ROWS, CapturedHeads
 from static_graphs.forwards import Forwards, Model, Scores
+from static_graphs.graphs import captured, frozen_garbage
 from static_graphs.methods import Method, StepSlice
 from static_graphs.taps import Taps
 
@@ -63,13 +64,8 @@ class CapturedForwards(Forwards):
                 progress("capturing graphs", done, total)
                 with prepared_step(width) as step:
                     tokens, positions = self._tokens[:width], self._positions[:width]
-                    for _ in range(WARMUP_RUNS):
-                        self._run_body(tokens, positions, step)
-                    torch.cuda.synchronize()
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                        self._hidden[width] = self._run_body(tokens, positions, step)
-                    self._graphs[width] = graph
+                    run = partial(self._run_body, tokens, positions, step)
+                    self._graphs[width], self._hidden[width] = captured(run, memory)
                     self.captures += 1
             heads = CapturedHeads(self.model, self._hidden[self._widths[0]], memory)
             for done, rows in enumerate(reversed(heads.rows), len(self._widths)):
@@ -104,18 +100,3 @@ class CapturedForwards(Forwards):
             return super()._scores(hidden, selected, rows, name)
         self._check_logits(scores.logits, len(selected), name)
         return scores.first(rows)
-
-
-@contextmanager
-def frozen_garbage() -> Iterator[None]:
-    """Keep the collector from freeing device memory in the middle of a capture."""
-    gc.collect()
-    gc.freeze()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-        gc.unfreeze()

@@ -7,22 +7,17 @@ Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from static_graphs.forwards import Model, Scores
+from static_graphs.graphs import captured
 from static_graphs.sampler import Best, Prepared, Route, SampleInputs, sample
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """A head waits for its weights, so that few rows too many cost little."""
-WARMUP_RUNS = 2
-"""Eager runs before a capture: Triton compiles and cuBLAS takes its workspace outside the graph."""
-
-
-T = TypeVar("T")
 
 
 class CapturedHeads:
@@ -47,21 +42,12 @@ class CapturedHeads:
             logits = self._model.logits(self._chosen[:rows])
             return Scores(logits, Prepared(Best.of(logits), partial(self._draw, rows)))
 
-        self._heads[rows], self._scores[rows] = self._captured(score)
+        self._heads[rows], self._scores[rows] = captured(score, self._memory)
         logits = self._scores[rows].logits
         inputs = SampleInputs.unpacked(self._inputs[:, :rows])
         for has_cuts in (False, True):
             route = Route(True, 0, has_top_k=has_cuts, has_top_p=has_cuts, has_min_p=True)
-            self._draws[rows, has_cuts] = self._captured(partial(sample, logits, inputs, route))
-
-    def _captured(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        for _ in range(WARMUP_RUNS):
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            result = run()
-        return graph, result
+            self._draws[rows, has_cuts] = captured(partial(sample, logits, inputs, route), self._memory)
 
     def run(self, hidden: torch.Tensor, selected: torch.Tensor) -> Scores | None:
         """hidden [W, hidden], selected [R] i64 -> of the R rows, until any head runs again; None: too many rows."""
