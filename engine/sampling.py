@@ -28,6 +28,7 @@ from static_graphs.sampler import (
     RawLogprobs,
     Route,
     SampleInputs,
+    marked,
     raw_logprobs,
     sample,
     sample_argmax,
@@ -121,7 +122,7 @@ class Sampler:
         usable = prepared if edited is logits else None
         ids = self._draw(edited, rows, positions, rows["seed"] + draws, usable)
         self._edits.record(ids, slots, draws)
-        told = _marked(ids, logits) if prepared is None else prepared.best.mark(ids)
+        told = marked(ids, logits.amax(1).isfinite()) if prepared is None else prepared.best.mark(ids)
         wanting = np.flatnonzero(rows["logprobs"] >= 0)
         if not wanting.size:
             return Sampled(ids, told, [], [], None, errors)
@@ -191,7 +192,7 @@ class Sampled:
     """One launched draw. Its copies to the host were started behind it; `collect` waits for them."""
 
     ids: Tensor  # [R] i64, device
-    _told: Tensor  # [R] i64, device: what `_marked` made of them
+    _told: Tensor  # [R] i64, device: what `marked` made of them
     _wanting: list[int]
     """Rows that asked for logprobs, and how many alternatives each wants."""
     _alternatives: list[int]
@@ -232,14 +233,6 @@ class Sampled:
                     logprobs[row] = value
             self._answers = list(zip(ids, logprobs, strict=True))
         return self._answers
-
-
-def _marked(ids: Tensor, logits: Tensor) -> Tensor:
-    """`ids` for the host, as -1 - id where the model's own row holds NaN or an infinity, or rules everything out.
-
-    One read of the logits. What a draw makes of such a row depends on its way, so the drawn score would not tell.
-    """
-    return torch.where(logits.amax(1).isfinite(), ids, -1 - ids)
 
 
 def _token_logprobs(ids: list[int], raw: RawLogprobs, alternatives: list[int]) -> list[TokenLogprobs]:

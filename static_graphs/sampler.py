@@ -153,13 +153,21 @@ def sample_argmax(logits: Tensor) -> Tensor:
     return logits.to(torch.float32).argmax(dim=-1)
 
 
+def marked(ids: Tensor, is_finite: Tensor) -> Tensor:
+    """i64[R] drawn ids for the host, as -1 - id where the model's own row is not finite. is_finite: bool[R].
+
+    What a draw makes of such a row depends on its way, so neither the id nor its score would tell.
+    """
+    return torch.where(is_finite, ids, ~ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Best:
     """What one read of R rows of logits, as the model gave them, tells."""
 
     ids: Tensor  # [R] i64, as of `sample_argmax`
     is_finite: Tensor  # [R] bool: the largest is a finite number: no NaN, no infinity, not all ruled out
-    marked: Tensor  # [R] i64: `mark(ids)`
+    marked: Tensor  # [R] i64: `marked(ids, is_finite)`
 
     @classmethod
     def of(cls, logits: Tensor) -> Best:
@@ -170,11 +178,11 @@ class Best:
         else:
             ids, peak = sample_argmax(logits), logits.amax(1)
         is_finite = peak.isfinite()
-        return cls(ids, is_finite, torch.where(is_finite, ids, ~ids))
+        return cls(ids, is_finite, marked(ids, is_finite))
 
     def mark(self, drawn: Tensor) -> Tensor:
-        """i64[R] drawn ids -> the same, as -1 - id where the row is not finite: what a draw makes of it is its own."""
-        return self.marked if drawn is self.ids else torch.where(self.is_finite, drawn, ~drawn)
+        """`marked` for ids that were drawn from these rows."""
+        return self.marked if drawn is self.ids else marked(drawn, self.is_finite)
 
     def first(self, rows: int) -> Best:
         """Of the first `rows` rows."""
