@@ -53,8 +53,8 @@ def pieces_of(
     """The step's pieces, cut by its first layer and kept for the others.
 
     wanted: pieces to divide the cells into, up to twice as many where runs are uneven; each group adds at most one.
-    rows_each: 1, for rows that are not in a tile
-    of one sequence, or tile_rows, for those that are. block: cells that a piece is a multiple of.
+    rows_each: 1, for rows that are not in a tile of one sequence, or tile_rows, for those that are. block: cells that a
+    piece is a multiple of.
     Made inside a capture, they belong to that graph, which cuts each step anew: a step is captured once.
     """
     device = step.table_row.device
