@@ -352,6 +352,7 @@ class CellCache:
             pages=uploads.pages,
             read_len=read_len,
             pool=self.pool,
+            batch_invariant=self.config.batch_invariant,
         )
 
 

@@ -186,6 +186,8 @@ class CacheConfig:
     initial_cells: int = 512
     """Cells backed by memory at the first step; grows by doubling. Clamped to the capacity."""
     max_sequences: int = 1024
+    batch_invariant: bool = False
+    """Each row of a step is to be attended as its own run says, whatever else the step holds."""
 
     def __post_init__(self) -> None:
         for name in ("capacity_cells", "max_write", "initial_cells", "max_sequences"):

@@ -44,6 +44,8 @@ class CellStep:
     pages: torch.Tensor  # [num_pages, page_cells] i32 pool rows, in position order of their sequence
     read_len: int  # longest count of any row and reach
     pool: Pool
+    batch_invariant: bool = False
+    """Each row's result is to depend on its own run alone, whatever else the step holds."""
     rings: Mapping[Reach, CellStep] = field(default_factory=dict, compare=False, repr=False)
     """The same step as the layers of these reaches read it, where they store a ring instead of every position."""
     plans: dict[object, object] = field(default_factory=dict, compare=False, repr=False)

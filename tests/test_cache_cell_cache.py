@@ -195,6 +195,14 @@ def test_a_forward_finds_the_rows_of_each_sequence_in_position_order():
     assert lists_of(step, 2, 1) == [2]
 
 
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_a_step_says_whether_its_rows_may_depend_on_each_other(batch_invariant: bool) -> None:
+    config = CacheConfig(16, max_write=4, kv_dtype=torch.float32, batch_invariant=batch_invariant)
+    cache = CellCache(GEOMETRY, config, CPU)
+    cache.declare_step([cache.seq_new()])
+    assert cache.prepare_step(4).batch_invariant is batch_invariant
+
+
 def test_on_the_cpu_a_steps_tensors_are_one_memory_with_the_table():
     bench = Bench(0)
     first = bench.run([0])
