@@ -202,6 +202,8 @@ class DeviceUploads:
     def _use_staging(self, staging: torch.Tensor) -> None:
         self._staging = staging
         self._staging_bytes: npt.NDArray[np.uint8] = staging.numpy()
+        # Rings read all max_write rows, also those that no step has filled yet, and whatever lay here is no row.
+        self._staging_bytes[: self._step_bytes] = 0
         self.host = _host_arrays(self._staging_bytes, self._reaches, self._max_write)
 
 

@@ -76,6 +76,15 @@ def test_a_step_arrives_whole_at_addresses_that_stay():
     bench.check_lists()
 
 
+def test_rows_that_no_step_has_filled_name_the_scratch_row_whatever_the_staging_held():
+    """Rings derive theirs from all `max_write` rows, of which a step fills its width."""
+    bench = Bench()
+    bench.cache.seq_new()
+    bench.run([0, 0, 0])
+    bench.stream.drain()
+    assert bench.uploads.step.write_rows.tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+
+
 def test_stg_1_a_verb_does_not_change_a_step_still_being_read():
     bench = Bench()
     for _ in range(2):

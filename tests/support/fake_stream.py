@@ -18,7 +18,7 @@ class FakeStream:
 
     def pinned(self, size: int) -> torch.Tensor:
         self._note("pinned")
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.full((size,), 0x5A, dtype=torch.uint8)  # what was there before
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._note("copy")
