@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
@@ -26,28 +26,36 @@ def cut(
     lengths: list[int],
     rows: list[tuple[int, int]],
     *,
-    wanted: int,
+    wanted: int | None,
     reach: Reach,
     rows_each: int = 1,
     tile_rows: int = 1,
+    width: int | None = None,
 ) -> tuple[Pieces, list[list[int]], list[tuple[int, int]]]:
     """-> the pieces, the table's entries up to the first that is none, and (first, behind the last) of each row."""
     pool = plain_pool(sum(lengths), kv_heads=1, k_dim=16)
     order = iter(range(sum(lengths)))
     cells = [[next(order) for _ in range(length)] for length in lengths]
-    step = build_step(pool, cells, rows, reaches=[reach], page_cells=64)
+    step = build_step(pool, cells, rows, reaches=[reach], page_cells=64, width=width)
     pieces = pieces_of(
         step, reach, wanted=wanted, rows_each=rows_each, tile_rows=tile_rows, block=BLOCK, num_kv_heads=1
     )
     entries = pieces.table.tolist()
+    rows = rows + [rows[-1]] * (step.width - len(rows))  # so is padding
     count = next((at for at, entry in enumerate(entries) if entry[0] < 0), len(entries))
     assert all(entry[0] == -1 for entry in entries[count:]), "a piece stands behind one that is none"
     run = step.runs[reach]
     spans = [(int(start), int(start + length)) for start, length in zip(run.start, run.count, strict=True)]
     for group, _, _, _, owner, first, _, page in entries[:count]:
-        assert owner == rows[group * rows_each][0]
+        tile, is_tail = divmod(group, 2)
+        row = group if rows_each == 1 else tail(tile, rows_each, step.width) if is_tail else tile * rows_each
+        assert owner == rows[row][0]
         assert page == int(step.page_table[owner, first // 64])
     return pieces, entries[:count], spans
+
+
+def tail(tile: int, tile_rows: int, width: int) -> int:
+    return min((tile + 1) * tile_rows, width) - 1
 
 
 def check(pieces: Pieces, entries: list[list[int]], spans: dict[int, tuple[int, int]]) -> None:
@@ -94,23 +102,61 @@ def test_uneven_runs_never_make_more_pieces_than_there_is_room_for(wanted: int) 
         check(pieces, entries, dict(enumerate(spans)))
 
 
-def test_each_row_is_cut_either_in_a_tile_or_alone() -> None:
-    lengths = [300, 40, 90]
-    rows = [*((0, p) for p in range(200, 211)), (1, 39), *((2, p) for p in range(70, 80))]
-    *_, alone, spans = (None, *cut(lengths, rows, wanted=6, tile_rows=TILE, reach=Reach()))
-    pieces, tiles, _ = cut(lengths, rows, wanted=6, rows_each=TILE, tile_rows=TILE, reach=Reach())
-    of_tile = [[owner for owner, _ in rows[at : at + TILE]] for at in range(0, len(rows), TILE)]
-    shared = [tile for tile, owners in enumerate(of_tile) if len(set(owners)) == 1]
-    assert {group for group, *_ in tiles} == set(shared)
-    assert {group for group, *_ in alone} == {row for row in range(len(rows)) if row // TILE not in shared}
-    together = {
-        tile: (
-            min(first for first, _ in spans[tile * TILE : (tile + 1) * TILE]),
-            max(last for _, last in spans[tile * TILE : (tile + 1) * TILE]),
-        )
-        for tile in shared
-    }
-    check(pieces, tiles, together)
+@pytest.mark.parametrize("seed", range(8))
+def test_each_row_is_cut_alone_or_with_others_of_its_sequence_at_a_tiles_beginning_or_end(seed: int) -> None:
+    """Where prompts meet in a tile, both are read once for all their rows in it; what lies between them, row by row."""
+    rng = random.Random(seed)
+    tile_rows = rng.choice([4, 8, 16])
+    lengths = [rng.choice([rng.randint(1, 6), rng.randint(20, 300)]) for _ in range(rng.randint(1, 12))]
+    rows = [
+        (owner, position)
+        for owner, length in enumerate(lengths)
+        for position in range(length - rng.choice([1, rng.randint(1, min(length, 40))]), length)
+    ]
+    together: dict[int, list[int]] = {}
+    for at in range(0, len(rows), tile_rows):
+        tile = range(at, min(at + tile_rows, len(rows)))
+        for side, owner in enumerate([rows[tile[0]][0], rows[tile[-1]][0]]):
+            mine = [row for row in tile if rows[row][0] == owner]
+            if sum(rows[row][1] > 0 for row in mine) >= 4 and mine not in together.values():
+                together[at // tile_rows * 2 + side] = mine
+    _, alone, spans = cut(lengths, rows, wanted=6, tile_rows=tile_rows, reach=Reach())
+    shared = {row for mine in together.values() for row in mine}
+    assert {row for row, *_ in alone} == set(range(len(rows))) - shared
+    pieces, tiles, _ = cut(lengths, rows, wanted=6, rows_each=tile_rows, tile_rows=tile_rows, reach=Reach())
+    check(
+        pieces,
+        tiles,
+        {
+            group: (min(spans[row][0] for row in mine), max(spans[row][1] for row in mine))
+            for group, mine in together.items()
+        },
+    )
+
+
+def test_padding_is_nobody_to_share_a_tile_with() -> None:
+    lengths = [100, 100, 100]
+    rows = [(owner, 99) for owner in range(3)]
+    args = {"wanted": 6, "tile_rows": TILE, "reach": Reach(), "width": 12}
+    assert {row for row, *_ in cut(lengths, rows, **args)[1]} == set(range(12))
+    assert not cut(lengths, rows, rows_each=TILE, **args)[1]
+
+
+def test_a_run_cut_by_its_own_length_is_cut_alike_whatever_the_others_are() -> None:
+    """And a long one into no more pieces than every run may have."""
+    rng = random.Random(0)
+    own = [1, 200, 256, 257, 700, 5000]
+    cuts = set()
+    for _ in range(6):
+        others = [rng.randint(1, 1500) for _ in range(rng.randint(0, 12))]
+        lengths = own + others
+        rows = [(owner, length - 1) for owner, length in enumerate(lengths)]
+        rng.shuffle(rows)
+        pieces, entries, spans = cut(lengths, rows, wanted=None, reach=Reach())
+        check(pieces, entries, dict(enumerate(spans)))
+        cuts.add(tuple(sorted(entry[4:7] for entry in map(tuple, entries) if entry[4] < len(own))))
+    assert len(cuts) == 1
+    assert max(Counter(owner for owner, *_ in cuts.pop()).values()) == 8
 
 
 def test_long_pieces_come_first() -> None:

@@ -5,6 +5,7 @@ About 2 ms an inner block: a case is at most 64 programs of 4 blocks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,31 @@ def test_pages_of_whole_blocks_are_read_block_by_block(num_pieces: int, reach: R
 def test_chunk_rows_that_share_their_loads_see_no_more_than_their_own_run(tile_rows: int, num_pieces: int) -> None:
     """Tiles of one sequence, a tile over a boundary, and padding that fills up the last tile."""
     check(SCATTERED, [*CHUNK[:6], DECODES[0]], width=10, num_pieces=num_pieces, tile_rows=tile_rows)
+
+
+def test_prompts_that_meet_in_a_tile_read_their_own_cells_there() -> None:
+    """With a decode and a short one between them, which run row by row."""
+    rows = [*CHUNK[:5], (2, 0), *((1, position) for position in range(22, 30))]
+    check(SCATTERED, rows, tile_rows=8, num_pieces=2)
+    check(SCATTERED, rows, tile_rows=16)
+
+
+@pytest.mark.parametrize("page_cells", [8, 64])
+def test_a_batch_invariant_step_gives_each_row_the_same_bits_beside_any_others(page_cells: int) -> None:
+    pool = plain_pool(500, kv_heads=2, k_dim=16)
+    cells = [list(range(0, 480)), list(range(10, 40)), [3]]
+    rows = [(0, 400), (0, 401), (1, 29), (2, 0), *((1, position) for position in range(8, 16))]
+    queries = {row: torch.randn(4, 16) for row in rows}
+
+    def run(rows: list[tuple[int, int]], width: int) -> torch.Tensor:
+        step = replace(build_step(pool, cells, rows, width=width, page_cells=page_cells), batch_invariant=True)
+        query = torch.stack([queries[row] for row in rows] + [torch.randn(4, 16)] * (width - len(rows)))
+        return triton_cells.attend_cells(query, pool.keys[0], pool.values[0], step, reach=ALL, scale=0.3)[: len(rows)]
+
+    together = run(list(queries), 12)
+    assert torch.equal(run(list(queries)[::-1], 14).flip(0), together)
+    for row, expected in zip(queries, together, strict=True):
+        assert torch.equal(run([row], 1)[0], expected)
 
 
 @pytest.mark.parametrize("tile_rows", [1, 4])

@@ -68,13 +68,14 @@ def attend_cells(
     out = query.new_empty(width, num_heads, v_dim)
     tiled = shape or block_shape(max(padded_k, padded_v), upcast)
     if tile_rows is None:
-        tile_rows = default_tile_rows(width, group, tiled)
+        tile_rows = 1 if step.batch_invariant else default_tile_rows(width, group, tiled)
     for rows_each in dict.fromkeys((1, tile_rows)):
+        wanted = num_pieces or default_pieces(rows_each, num_kv_heads, query.device)
         launched = tiled if rows_each > 1 else shape or decode_shape(max(padded_k, padded_v), group, upcast)
         pieces = pieces_of(
             step,
             reach,
-            wanted=num_pieces or default_pieces(rows_each, num_kv_heads, query.device),
+            wanted=None if step.batch_invariant else wanted,
             rows_each=rows_each,
             tile_rows=tile_rows,
             block=launched.cells,
@@ -241,15 +242,20 @@ def _attend_pieces(
         if PDL:
             gdc_wait()  # what is launched behind relies on all that came before
         return
-    first_row = group * ROWS
+    first_row = group if ROWS == 1 else group // 2 * ROWS
 
     m = tl.arange(0, M)
     row = first_row + m // GROUP
     head = kv_head * GROUP + m % GROUP
     is_row = (m < ROWS * GROUP) & (row < width)
+    if ROWS > 1:
+        is_row &= tl.load(table_row + row, mask=is_row, other=-1) == owner
     start = tl.load(starts + row, mask=is_row, other=2147483647)
     end = tl.where(is_row, start + tl.load(counts + row, mask=is_row, other=0), 0)
     first = tl.min(start, 0)
+    # What every row sees: most blocks of a tile lie within, and need no look at who sees which cell.
+    common = tl.max(tl.where(is_row, start, 0), 0)
+    common_end = tl.min(tl.where(is_row, end, 2147483647), 0)
     # Where every block lies within a page, its cells are one aligned load and its page is looked up once a page.
     ALIGNED: tl.constexpr = PAGE_CELLS % BLOCK == 0  # noqa: N806
     if ALIGNED:
@@ -302,13 +308,17 @@ def _attend_pieces(
                 mask=is_cell[None, :] & (k_lane < K_DIM)[:, None],
                 other=0.0,
             ).to(operand)
-            scores = tl.dot(q, k, input_precision="ieee") * scale
+            scores = tl.dot(q, k, input_precision="ieee")
             if HAS_SOFTCAP:
                 # tanh(x) from 2 ** -|x|, which never overflows.
+                scores *= scale
                 falling = tl.exp2(tl.abs(scores) * (-2.0 * LOG2E / softcap))
-                scores = tl.where(scores < 0, -softcap, softcap) * (1.0 - falling) / (1.0 + falling)
-            sees = is_cell[None, :] & (position[None, :] >= start[:, None]) & (position[None, :] < end[:, None])
-            scores = tl.where(sees, scores * LOG2E, -float("inf"))
+                scores = tl.where(scores < 0, -softcap, softcap) * (1.0 - falling) / (1.0 + falling) * LOG2E
+            else:
+                scores *= scale * LOG2E
+            if ROWS == 1 or block < common or block + BLOCK > common_end:
+                sees = (position[None, :] >= start[:, None]) & (position[None, :] < end[:, None])
+                scores = tl.where(is_cell[None, :] & sees, scores, -float("inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             # A row that has seen nothing yet has no peak: subtract 0 instead of -inf - -inf.
             base = tl.where(new_peak == -float("inf"), 0.0, new_peak)

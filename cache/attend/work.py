@@ -27,8 +27,12 @@ ROWS_AT_ONCE = 1024
 """Rows that the one program of `_cut` looks at in a turn."""
 RANKS = tl.constexpr(4)
 """Pieces are handed out by length, roughly, so that programs that end last have little left to do."""
+SHARED_ROWS = tl.constexpr(4)
+"""Rows of a sequence from which on it is worth their while to share a tile."""
 SMALL = tl.constexpr(256)
 """Cells below which a piece's beginning and end cost more than its even share of the work gains."""
+MOST_ALONE = tl.constexpr(8)
+"""Pieces of a run at most, where each is cut by its own length alone."""
 FIELDS = tl.constexpr(8)
 """Of a piece: its group (-1: there is no such piece), its number in the group, the group's pieces, its slot of partial
 results, the group's sequence, its first position, the position behind its last, and the page of the first. One line of
@@ -37,7 +41,11 @@ memory, because each program begins by waiting for it."""
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What `_attend_pieces` reads. Groups are `rows_each` neighbouring rows."""
+    """What `_attend_pieces` reads.
+
+    A group is one row, or those rows of a tile that are of one sequence: of its first row's (group 2 * tile) or of its
+    last one's (2 * tile + 1). Where prompts meet in a tile, it is both.
+    """
 
     most: int
     """Pieces that there can be."""
@@ -48,12 +56,13 @@ class Pieces:
 
 
 def pieces_of(
-    step: CellStep, reach: Reach, *, wanted: int, rows_each: int, tile_rows: int, block: int, num_kv_heads: int
+    step: CellStep, reach: Reach, *, wanted: int | None, rows_each: int, tile_rows: int, block: int, num_kv_heads: int
 ) -> Pieces:
     """The step's pieces, cut by its first layer and kept for the others.
 
     wanted: pieces to divide the cells into, up to twice as many where runs are uneven; each group adds at most one.
-    rows_each: 1, for rows that are not in a tile of one sequence, or tile_rows, for those that are. block: cells that a
+    None: each run is cut by its own length alone, whatever the others are.
+    rows_each: 1, for rows that are in no group of a tile, or tile_rows, for the groups of tiles. block: cells that a
     piece is a multiple of.
     Made inside a capture, they belong to that graph, which cuts each step anew: a step is captured once.
     """
@@ -68,14 +77,14 @@ def pieces_of(
 
 
 def _make(
-    step: CellStep, reach: Reach, wanted: int, rows_each: int, tile_rows: int, block: int, num_kv_heads: int
+    step: CellStep, reach: Reach, wanted: int | None, rows_each: int, tile_rows: int, block: int, num_kv_heads: int
 ) -> Pieces:
     device = step.table_row.device
     run = step.runs[reach]
-    groups = triton.cdiv(step.width, rows_each)
+    groups = step.width if rows_each == 1 else 2 * triton.cdiv(step.width, rows_each)
     # A group of `span` cells gets span / size pieces, rounded and at least one, and `size` is at least half of what the
     # spans of all are over `wanted`. Where a group gets two or more, they are at most 4 / 3 of span / size.
-    most, most_slots = groups + 2 * wanted, 3 * wanted
+    most, most_slots = (groups + 2 * wanted, 3 * wanted) if wanted else (groups * MOST_ALONE.value,) * 2
     table = torch.empty(most, FIELDS.value, dtype=torch.int32, device=device)
     page_cells = step.pages.shape[1]
     _cut[(1,)](
@@ -86,8 +95,9 @@ def _make(
         table,
         step.width,
         most,
-        wanted,
+        wanted or 1,
         step.page_table.stride(0),
+        ALONE=wanted is None,
         ROWS=rows_each,
         TILE=tile_rows,
         UNIT=block,
@@ -112,6 +122,7 @@ def _cut(
     most,
     wanted,
     page_table_stride,
+    ALONE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -134,6 +145,8 @@ def _cut(
         # Uneven: so that the longest do not go on alone, half of that, but no pieces that are mostly beginning and end.
         size = tl.minimum(size, tl.maximum(tl.cdiv(size, 2), SMALL))
     size = tl.maximum(tl.cdiv(size, UNIT), 1).to(tl.int32) * UNIT
+    if ALONE:
+        size = tl.maximum(longest, UNIT)  # for the ranks; no run's cut knows of it
 
     done = 0
     for rank in range(RANKS):
@@ -142,6 +155,8 @@ def _cut(
             first, last, owner, is_here = _groups(table_row, starts, counts, low, width, ROWS, TILE, ALIGN, AT_ONCE)
             span = last - first
             pieces = tl.maximum((span + size // 2) // size, 1)
+            if ALONE:
+                pieces = tl.minimum(tl.maximum(tl.cdiv(span, SMALL), 1), MOST_ALONE)
             each = tl.maximum(tl.cdiv(tl.cdiv(span, pieces), UNIT), 1) * UNIT  # so long is each but the last
             pieces = tl.where(is_here, tl.maximum(tl.cdiv(span, each), 1), 0)
             shared = tl.where(pieces > 1, pieces, 0)
@@ -152,7 +167,9 @@ def _cut(
             pieces = tl.where(is_ranked, pieces, 0)
             place = (done + tl.cumsum(pieces, 0) - pieces) * FIELDS
             done += tl.sum(pieces, 0)
-            group = low // ROWS + tl.arange(0, AT_ONCE // ROWS)
+            group = low + tl.arange(0, AT_ONCE)
+            if ROWS > 1:
+                group = low // ROWS * 2 + tl.arange(0, AT_ONCE // ROWS * 2)
             for number in range(tl.max(pieces, 0)):
                 is_piece = number < pieces
                 at = table + place + number * FIELDS
@@ -184,23 +201,40 @@ def _groups(
     ALIGN: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """[AT_ONCE / ROWS] i32 each, of the groups from row `low` on: the position that they visit first, rounded down to
-    ALIGN, the one behind their last, whose cells these are, and whether the group is one of ROWS rows here."""
+    """i32 each, of the groups of AT_ONCE rows from `low` on: the position that they visit first, rounded down to ALIGN,
+    the one behind their last, their sequence, and whether there is such a group, of ROWS rows at most."""
     row = low + tl.arange(0, AT_ONCE // TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     is_row = row < width
     start = tl.load(starts + row, mask=is_row, other=2147483647)
-    end = tl.where(is_row, start + tl.load(counts + row, mask=is_row, other=0), 0)
+    count = tl.load(counts + row, mask=is_row, other=0)
+    end = tl.where(is_row, start + count, 0)
     owner = tl.load(table_row + row, mask=is_row, other=-1)
-    highest = tl.max(owner, 1)
-    is_shared = (tl.min(tl.where(is_row, owner, highest[:, None]), 1) == highest) & (TILE > 1)
+    # The sequences of a tile's first and last row. Past the width there is none, and padding adds no row to share with.
+    tile = low + tl.arange(0, AT_ONCE // TILE) * TILE
+    head = tl.load(table_row + tile, mask=tile < width, other=-2)
+    tail = tl.load(table_row + tl.minimum(tile + TILE, width) - 1, mask=tile < width, other=-2)
+    of_head = owner == head[:, None]
+    of_tail = (owner == tail[:, None]) & (of_head == 0)
+    LEAST: tl.constexpr = SHARED_ROWS if TILE > SHARED_ROWS else TILE  # noqa: N806
+    of_head &= (tl.sum((of_head & (count > 1)).to(tl.int32), 1) >= LEAST)[:, None]
+    of_tail &= (tl.sum((of_tail & (count > 1)).to(tl.int32), 1) >= LEAST)[:, None]
     if ROWS > 1:
-        is_here = is_shared & (highest >= 0)
-        first = tl.min(start, 1)
-        last = tl.max(end, 1)
-        owner = highest
+        first = _sides(tl.min(tl.where(of_head, start, 2147483647), 1), tl.min(tl.where(of_tail, start, 2147483647), 1))
+        last = _sides(tl.max(tl.where(of_head, end, 0), 1), tl.max(tl.where(of_tail, end, 0), 1))
+        is_here = last > 0
+        owner = _sides(head, tail)
     else:
-        is_here = tl.reshape(is_row & (is_shared == 0)[:, None], [AT_ONCE])
+        is_here = is_row
+        if TILE > 1:
+            is_here = is_row & (of_head == 0) & (of_tail == 0)
+        is_here = tl.reshape(is_here, [AT_ONCE])
         first = tl.reshape(start, [AT_ONCE])
         last = tl.reshape(end, [AT_ONCE])
         owner = tl.reshape(owner, [AT_ONCE])
     return first // ALIGN * ALIGN, last, owner, is_here
+
+
+@triton.jit
+def _sides(one, other):
+    """[n], [n] -> [2 n], in turns."""
+    return tl.reshape(tl.join(one, other), [one.shape[0] * 2])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -123,6 +124,7 @@ def attend(
     page_cells: int = 1024,
     scales: KvScales = UNSCALED,
     has_sinks: bool = False,
+    batch_invariant: bool = False,
     **more: Any,
 ) -> None:
     """All rows of one sequence."""
@@ -130,6 +132,7 @@ def attend(
     step = build_step(
         pool, [list(range(rows))], [(0, row) for row in range(rows)], reaches=[reach], page_cells=page_cells
     )
+    step = replace(step, batch_invariant=batch_invariant)
     query = torch.zeros(rows, heads[0], dim, dtype=dtype)
     sinks = torch.zeros(heads[0], dtype=dtype) if has_sinks else None
     options = {"reach": reach, "scale": 0.1, "scales": scales, "sinks": sinks, **more}
@@ -150,6 +153,7 @@ ATTENTION: dict[str, Case] = {
     ),
     "softcap and wide heads": partial(attend, 256, heads=(16, 8), dim=256, softcap=50.0, num_pieces=66),
     "heads of no power of two": partial(attend, 2, heads=(3, 3), dim=80, num_pieces=66),
+    "rows that depend on their own runs alone": partial(attend, 256, batch_invariant=True),
     "small pages": partial(attend, 256, page_cells=16, num_pieces=66),
 }
 

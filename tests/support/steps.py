@@ -67,11 +67,12 @@ def build_step(
 ) -> CellStep:
     """cells: each sequence's cells in position order, this step's included. rows: (sequence, position) of each token.
 
-    Rows past len(rows) up to `width` are padding. Pages are handed out back to front, so that no path can take the
-    page table for the identity.
+    Rows past len(rows) up to `width` are padding, which reads the last cell that the last row reads. Pages are handed
+    out back to front, so that no path can take the page table for the identity.
     """
     width = len(rows) if width is None else width
-    padded = list(rows) + [rows[-1]] * (width - len(rows))
+    padding = width - len(rows)
+    padded = list(rows) + [rows[-1]] * padding
     pages_each = max(1, -(-max(len(owned) for owned in cells) // page_cells))
     num_pages = pages_each * len(cells)
     pages = torch.zeros(num_pages, page_cells, dtype=torch.int32)
@@ -81,9 +82,10 @@ def build_step(
             pages[page_table[sequence, position // page_cells], position % page_cells] = cell + 1
     runs: dict[Reach, Run] = {}
     for reach in reaches:
-        spans = torch.tensor([run_of(position, reach) for _, position in padded], dtype=torch.int32).to(device)
+        real = [run_of(position, reach) for _, position in rows]
+        spans = torch.tensor(real + [(rows[-1][1], 1)] * padding, dtype=torch.int32).to(device)
         runs[reach] = Run(spans[:, 0].contiguous(), spans[:, 1].contiguous())
-    write_rows = [cells[sequence][position] + 1 for sequence, position in rows] + [0] * (width - len(rows))
+    write_rows = [cells[sequence][position] + 1 for sequence, position in rows] + [0] * padding
     return CellStep(
         num_tokens=len(rows),
         width=width,
