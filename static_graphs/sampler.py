@@ -254,14 +254,24 @@ def raw_logprobs(logits: Tensor, chosen_ids: Tensor, k: int) -> RawLogprobs:
     """Log-softmax in float32 of logits [R, V] as the model gave them, for i64[R] chosen ids and the k largest.
 
     All values of a row take the same two subtractions, so a chosen id that leads has exactly the leader's value.
+    A row's values depend on no other row, nor on how many there are: a sum's order is the same for all of them.
     """
     logits = logits.to(torch.float32)
     top_ids = largest(logits, min(k, logits.shape[-1])) if k else chosen_ids.new_empty((chosen_ids.shape[0], 0))
     peak = logits.amax(dim=-1, keepdim=True)
-    log_sum = (logits - peak).exp_().sum(dim=-1, keepdim=True).log_()  # >= 0: the peak itself adds 1
+    log_sum = _sum_of_exp(logits, peak).log_()  # >= 0: the peak itself adds 1
     ids = torch.cat((chosen_ids.unsqueeze(-1), top_ids), dim=-1)
     values = (logits.gather(-1, ids) - peak) - log_sum
     return RawLogprobs(chosen=values[:, 0], top_ids=top_ids, top=values[:, 1:])
+
+
+def _sum_of_exp(logits: Tensor, peak: Tensor) -> Tensor:
+    """logits f32[R, V], peak f32[R, 1] -> f32[R, 1]: the sum of exp(logit - peak)."""
+    if logits.is_cuda:  # where torch adds up in an order that the number of rows decides
+        from static_graphs.kernels.logprobs import sum_of_exp
+
+        return sum_of_exp(logits, peak)
+    return (logits - peak).exp_().sum(dim=-1, keepdim=True)
 
 
 def sample_rows(logits: Tensor, params: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 if torch.cuda.is_available():
     pytest.skip("the kernels run compiled here, in tests/gpu/test_gpu_sampling.py", allow_module_level=True)
 
+from static_graphs.kernels.logprobs import sum_of_exp
 from static_graphs.kernels.sampling import Parts, SamplerTiling, argmax_rows, draw
 from static_graphs.sampler import Route, SampleInputs, sample
 
@@ -216,3 +217,15 @@ def test_any_mix_of_rows_sizes_and_tilings_draws_what_the_host_draws(seed: int) 
         set_aside=int(rng.choice([16, 400, 5000])),
     )
     check(logits, list(kinds), tiling)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 300, 2048, 5001])
+def test_the_sum_below_logprobs_is_the_hosts_and_of_no_other_row(vocab_size: int) -> None:
+    logits = random_logits(7, vocab_size)
+    logits[2, :-1] = -torch.inf
+    logits[3, vocab_size // 2] = torch.nan
+    peak = logits.amax(1, keepdim=True)
+    sums = sum_of_exp(logits, peak)
+    torch.testing.assert_close(sums, (logits - peak).exp().sum(1, keepdim=True), rtol=1e-5, atol=0, equal_nan=True)
+    for some in ([0], [5], [6, 4, 2], [1, 1, 0, 6, 5, 4]):
+        assert torch.equal(sum_of_exp(logits[some], peak[some]), sums[some])

@@ -29,6 +29,7 @@ from cache.geometry import FP8, UNSCALED, Geometry, KvScales, LayerGeometry, Rea
 from cache.offload.groups import Groups
 from cache.offload.kernels import copy_rows
 from cache.offload.staging import Staging
+from static_graphs.kernels.logprobs import sum_of_exp
 from static_graphs.kernels.norms import RmsNorm, add_norm, gate_by, rms_norm
 from static_graphs.kernels.products import gated_product, product
 from static_graphs.kernels.rotary import rotate_and_store
@@ -267,6 +268,8 @@ OTHERS: dict[str, Case] = {
     "draw of one row in float32": partial(sample, 1, F32, has_cuts=False, vocab_size=1000),
     "cut draw": partial(sample, 9, has_cuts=True),
     "cut draw of one row in float32": partial(sample, 1, F32, has_cuts=True, vocab_size=1000),
+    "sum of exp": lambda: sum_of_exp(meta(9, 128256, dtype=F32), meta(9, 1, dtype=F32)),
+    "sum of one row's exp": lambda: sum_of_exp(meta(1, 1000, dtype=F32), meta(1, 1, dtype=F32)),
     "gather": partial(copy, 128, BF16, is_gather=True),
     "gather from behind 2 ** 31 words": partial(copy, 128, BF16, 1 << 16, is_gather=True),
     "scatter": partial(copy, 128, BF16, is_gather=False),
