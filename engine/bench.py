@@ -343,6 +343,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--idle", action="store_true", help="also count the device's pauses between decode steps")
     off = parser.add_argument_group("switched off", "what a part of the engine is worth")
     off.add_argument("--enforce-eager", action="store_true", help="neither captured forwards nor fused kernels")
+    off.add_argument("--batch-invariant", action="store_true", help="that rows are computed as their steps suit best")
     off.add_argument("--no-overlap", action="store_true", help="launch a step only when the one before is read")
     off.add_argument("--no-prefix-cache", action="store_true")
     return parser
@@ -360,6 +361,7 @@ def _config(args: argparse.Namespace, folder: Path) -> EngineConfig:
         max_num_seqs=_streams(args),
         max_num_mixed_tokens=args.mixed,
         enforce_eager=args.enforce_eager,
+        batch_invariant=args.batch_invariant,
         overlap=not args.no_overlap,
         prefix_cache=not args.no_prefix_cache,
     )
@@ -372,6 +374,7 @@ def _streams(args: argparse.Namespace) -> int:
 def _flags(args: argparse.Namespace) -> dict[str, bool]:
     return {
         "--enforce-eager": args.enforce_eager,
+        "--batch-invariant": args.batch_invariant,
         "--no-overlap": args.no_overlap,
         "--no-prefix-cache": args.no_prefix_cache,
     }

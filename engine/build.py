@@ -26,6 +26,7 @@ from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
 from engine.tier_setup import position_record, tiers_below, weights_digest
 from engine.types import EngineInfo, GenerationDefaults
+from static_graphs.binding import has_experts
 from static_graphs.kv_scales import with_kv_scales
 from static_graphs.loading import default_model, export_tokenizer, locate, must_convert
 from static_graphs.model import LoadedModel, ModelLoadError, load_model
@@ -51,6 +52,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
     """Load and assemble. Raises ConfigError or ModelError with a message a user can act on."""
     device = _device(config.device)
     _require_fp8(config, device)
+    if config.batch_invariant and device.type != "cuda":
+        raise ConfigError("batch_invariant needs a CUDA device, and this torch sees none: leave it out")
     name = default_model() if config.model == DEFAULT_MODEL else config.model
     try:
         is_new = must_convert(name)
@@ -63,6 +66,11 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
             max_model_len=config.max_model_len,
             seed=config.seed,
         )
+        if config.batch_invariant and has_experts(model.module):
+            raise ConfigError(
+                f"{model.architecture} is a mixture of experts, whose products are as long as the batch sends them "
+                "tokens: it cannot be served with batch_invariant, so leave that out or take a dense model"
+            )
         kv_dtype = model.dtype if config.kv_cache_dtype == "auto" else FP8
         if kv_dtype == FP8 and config.load_format != "dummy":
             model = with_kv_scales(model, locate(name))
@@ -99,6 +107,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         captures_static_methods=not config.enforce_eager,
         captures_full_step=sum(weight.numel() for weight in model.module.parameters()) < SMALL_MODEL,
         overlaps=config.overlap,
+        batch_invariant=config.batch_invariant,
     )
     executor = create_executor(model, options, progress, grammars)
     info = EngineInfo(
@@ -163,22 +172,25 @@ def _quicken(model: LoadedModel) -> None:
 
 def _widths(config: EngineConfig, ladder: tuple[int, ...], kv_cells: int) -> tuple[int, ...]:
     """As asked; else what of the ladder the pool can hold."""
-    if config.widths is None:
+    widths = config.widths if config.fixed_width is None else (config.fixed_width,)
+    if widths is None:
         return tuple(width for width in ladder if width <= kv_cells)
-    if config.widths[-1] > kv_cells:
+    if widths[-1] > kv_cells:
         raise ConfigError(
-            f"widths go up to {config.widths[-1]} rows, but the K/V pool has {kv_cells} cells: "
-            f"use widths up to {kv_cells} or --kv-cells {config.widths[-1]}"
+            f"widths go up to {widths[-1]} rows, but the K/V pool has {kv_cells} cells: "
+            f"use widths up to {kv_cells} or --kv-cells {widths[-1]}"
         )
-    return config.widths
+    return widths
 
 
 def _limits(config: EngineConfig, widths: tuple[int, ...], prefill: tuple[int, int]) -> SchedulerLimits:
     """Beside decodes a step is kept as narrow as the widest static method, so that inter-token latency holds (D10).
 
     Prompts take turns of as many tokens: those that fit one go in order of arrival, and longer ones hold them up no
-    more than about a step.
+    more than about a step. Where every step is one width, all of that is the width.
     """
+    if (fixed := config.fixed_width) is not None:
+        return SchedulerLimits(config.num_seqs, prefill_budget=fixed, mixed_budget=fixed, prefill_chunk=fixed)
     budget, beside_decodes = prefill
     budget = config.max_num_batched_tokens or max(budget, 2 * widths[-1])
     beside_all = config.num_seqs + min(beside_decodes // 4, budget)  # prompts go on beside the most decodes too

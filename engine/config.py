@@ -19,6 +19,8 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 DEFAULT_NUM_SEQS = 256
 DEFAULT_CHUNK_TOKENS = 64
+DEFAULT_FIXED_WIDTH = 256
+"""Rows of every step of a batch-invariant engine: as many decodes, but one, run beside a prompt's token."""
 
 FP8_CAPABILITY = (8, 9)
 """Of the CUDA devices that have FP8, the lowest."""
@@ -47,7 +49,7 @@ class EngineConfig:
     cache: CacheKind = "cells"
     """cells: many sequences over one pool. single: one sequence, whose window layers store only what they see."""
     max_num_seqs: int | None = None
-    """None: 256, or 1 with the single cache."""
+    """None: 256, 1 with the single cache, one less than its rows where every step is one width."""
     max_num_batched_tokens: int | None = None
     """Tokens of a step while nothing decodes (D10's prefill budget)."""
     max_num_mixed_tokens: int | None = None
@@ -62,6 +64,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     widths: tuple[int, ...] | None = None
     enforce_eager: bool = False
+    batch_invariant: bool = False
+    """A request's tokens and logprobs are bit for bit the same whatever runs beside it, and however its prompt was cut.
+    On CUDA alone; every step is padded to `fixed_width`."""
     overlap: bool = True
     """On CUDA, launch each step before the ids of the one ahead of it are read (D7). Off: for finding faults."""
     pooling: PoolingChoice = "auto"
@@ -128,6 +133,35 @@ class EngineConfig:
                 raise ConfigError("widths is empty: give at least one, e.g. 1,2,4,8")
             if any(width < 1 for width in self.widths) or list(self.widths) != sorted(set(self.widths)):
                 raise ConfigError(f"widths are {self.widths}: they must be positive, ascending and different")
+        if self.batch_invariant:
+            self._check_fixed()
+
+    def _check_fixed(self) -> None:
+        width = self.fixed_width
+        assert width is not None
+        if self.widths is not None and len(self.widths) > 1:
+            raise ConfigError(
+                f"widths are {self.widths}: with batch_invariant every step has one, so give one, e.g. 256"
+            )
+        if width < 2:
+            raise ConfigError(
+                f"widths are {self.widths}: batch_invariant needs at least 2 rows, a decode's and a prompt's"
+            )
+        if self.device == "cpu":
+            raise ConfigError("batch_invariant needs a CUDA device, and device is 'cpu': leave out either")
+        if self.cache == "single":
+            raise ConfigError("batch_invariant is not made for the single cache: use --cache cells, or leave it out")
+        if self.num_seqs >= width:
+            raise ConfigError(
+                f"max_num_seqs is {self.num_seqs}: with batch_invariant a step is {width} rows (widths) and must have "
+                f"room for a prompt's token, so give at most {width - 1}, or a width of {self.num_seqs + 1}"
+            )
+        for name in ("max_num_batched_tokens", "max_num_mixed_tokens"):
+            if getattr(self, name) not in (None, width):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}: with batch_invariant every step is {width} rows (widths), "
+                    "so leave it out"
+                )
 
     def _check_tiers(self) -> None:
         for name in ("kv_host_gib", "kv_disk_gib"):
@@ -156,7 +190,17 @@ class EngineConfig:
     @property
     def num_seqs(self) -> int:
         """Sequences that run at once."""
-        return self.max_num_seqs or (1 if self.cache == "single" else DEFAULT_NUM_SEQS)
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        most = DEFAULT_NUM_SEQS if self.fixed_width is None else self.fixed_width - 1
+        return 1 if self.cache == "single" else min(DEFAULT_NUM_SEQS, most)
+
+    @property
+    def fixed_width(self) -> int | None:
+        """Rows of every step of a batch-invariant engine; None: a step is as wide as what it holds."""
+        if not self.batch_invariant:
+            return None
+        return DEFAULT_FIXED_WIDTH if self.widths is None else self.widths[0]
 
 
 def check_request(info: EngineInfo, request: GenerateRequest) -> None:

@@ -16,6 +16,7 @@ from engine.cell_executor import CellExecutor
 from engine.errors import ConfigError, ModelError
 from engine.executor_options import ExecutorOptions, derive
 from engine.grammar import Grammars
+from engine.invariance import prove_invariant
 from engine.sampling import Sampler
 from static_graphs.additional import AdditionalMethods
 from static_graphs.capture import CapturedForwards
@@ -53,10 +54,14 @@ def create_executor(
     progress: Progress = lambda *_: None,
     grammars: Grammars | None = None,
 ) -> CellExecutor:
-    """Raises ConfigError before anything is built, when limits or layers cannot be kept.
+    """Raises ConfigError before anything is built, when limits or layers cannot be kept; ModelError where the model is
+    to be batch-invariant and is not.
 
     grammars: of the model's tokens; without it, a session with a grammar is refused.
     """
+    is_cuda = model.device.type == "cuda"
+    if options.batch_invariant and not is_cuda:
+        raise ConfigError(f"a batch-invariant executor needs a CUDA device: this model is on {model.device}")
     plan = derive(options, context=model.max_model_len, dtype=model.dtype)
     try:
         taps = Taps(model.body, options.tap_layers, plan.cache.max_write) if options.tap_layers else None
@@ -73,7 +78,7 @@ def create_executor(
         ) from error
     cache.bind_program("forward", model.geometry, plan.cache.kv_dtype)
     additional = AdditionalMethods(options.additional_methods)
-    is_cuda = model.device.type == "cuda"
+    head_rows = plan.methods[0].max_tokens if options.batch_invariant else None
     forwards: Forwards
     if is_cuda and options.captures_static_methods:
         forwards = captured = CapturedForwards(
@@ -82,12 +87,18 @@ def create_executor(
             model.device,
             min_selected_rows=options.min_selected_rows,
             taps=taps,
+            head_rows=head_rows,
             has_full_step=options.captures_full_step,
         )
         captured.capture(lambda width: _rehearsal(cache, width), progress)
         additional.capture()
     else:
-        forwards = Forwards(model, plan.methods, min_selected_rows=options.min_selected_rows, taps=taps)
+        forwards = Forwards(
+            model, plan.methods, min_selected_rows=options.min_selected_rows, taps=taps, head_rows=head_rows
+        )
+    if options.batch_invariant:
+        progress("proving that rows do not depend on their step", 0, 1)
+        prove_invariant(forwards, cache, model.device, longest=plan.max_session_tokens)
     return CellExecutor(
         forwards,
         cache,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +52,9 @@ class ExecutorOptions:
     """Where the static methods are captured, forward_others is too, for steps of exactly `max_dynamic` tokens."""
     overlaps: bool = True
     """On CUDA, a step may be launched before the one ahead of it is collected (DESIGN D7)."""
+    batch_invariant: bool = False
+    """A row's logits do not depend on the step it is in, nor on its place there: proven at start (invariance.py). On
+    CUDA, over cells, with one static method and no other."""
     additional_methods: tuple[AdditionalMethod, ...] = ()
     """Captured where the static methods are."""
     tap_layers: tuple[int, ...] = ()
@@ -80,16 +83,22 @@ def derive(options: ExecutorOptions, *, context: int, dtype: torch.dtype) -> Exe
     if options.initial_capacity is not None and options.initial_capacity < 1:
         raise ConfigError(f"initial_capacity is {options.initial_capacity}: it must be at least 1")
     _check_additional(options, methods)
+    if options.batch_invariant and (len(methods) > 1 or options.cache_kind == "single"):
+        raise ConfigError(
+            f"a batch-invariant executor has one static method and the batched cache, not "
+            f"{', '.join(method.name for method in methods)} and {options.cache_kind!r}"
+        )
     max_session_tokens = _max_session_tokens(options, context)
-    initial = {} if options.initial_capacity is None else {"initial_cells": options.initial_capacity}
     try:
         cache = CacheConfig(
             capacity_cells=options.capacity_cells,
             max_write=widest,
             kv_dtype=options.kv_dtype or dtype,
             max_sequences=_max_sequences(options),
-            **initial,
+            batch_invariant=options.batch_invariant,
         )
+        if options.initial_capacity is not None:
+            cache = replace(cache, initial_cells=options.initial_capacity)
     except InvalidConfig as error:
         raise ConfigError(str(error)) from error
     return ExecutorPlan(methods, max_session_tokens, cache)

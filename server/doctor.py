@@ -78,6 +78,7 @@ def find(settings: Settings) -> Iterator[Finding]:
         yield finding
     yield from room_on_gpu(settings, weights_bytes)
     yield from kv_dtype(settings.kv_cache_dtype, settings.device)
+    yield from invariance(settings.batch_invariant, settings.device)
     yield memory(weights_bytes, settings.kv_host_gib or 0.0)
     yield disk()
     yield from tiers(settings)
@@ -175,6 +176,18 @@ def kv_dtype(name: str, device: str) -> Iterator[Finding]:
     major, minor = torch.cuda.get_device_capability(None if device in ("auto", "cuda") else device)
     text = f"{name} needs compute capability {'.'.join(map(str, FP8_CAPABILITY))}, this GPU has {major}.{minor}"
     yield Finding("K/V dtype", "ok" if (major, minor) >= FP8_CAPABILITY else "fault", text)
+
+
+def invariance(batch_invariant: bool, device: str) -> Iterator[Finding]:
+    """Nothing to say where it is not asked for. Whether a model can be is proven when it starts."""
+    import torch
+
+    if not batch_invariant:
+        return
+    if device == "cpu" or not torch.cuda.is_available():
+        yield Finding("batch invariance", "fault", "--batch-invariant needs a CUDA device: leave it out here")
+    else:
+        yield Finding("batch invariance", "ok", "proven when the model starts; mixtures of experts are refused")
 
 
 def room_on_gpu(settings: Settings, weights_bytes: int) -> Iterator[Finding]:

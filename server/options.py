@@ -174,7 +174,11 @@ class Options(BaseSettings):
     ] = False
     max_num_seqs: Annotated[
         int | None,
-        Field(ge=1, description="sequences that run at once (not given: 256, or 1 with --cache single)"),
+        Field(
+            ge=1,
+            description="sequences that run at once (not given: 256, or 1 with --cache single; with --batch-invariant "
+            "fewer than a step's rows)",
+        ),
         Option("scheduling", "engine/build.py", "sequences"),
     ] = None
     max_num_batched_tokens: Annotated[
@@ -199,6 +203,14 @@ class Options(BaseSettings):
     enforce_eager: Annotated[
         bool,
         Field(description="run the model as transformers wrote it: no graphs, no kernels or packed weights of ours"),
+        Option("scheduling", "engine/build.py"),
+    ] = False
+    batch_invariant: Annotated[
+        bool,
+        Field(
+            description="on CUDA, a request's tokens and logprobs are the same whatever runs beside it: every step is "
+            "padded to one width (--widths, 256 where not given)"
+        ),
         Option("scheduling", "engine/build.py"),
     ] = False
     overlap: Annotated[

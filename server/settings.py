@@ -129,6 +129,7 @@ class Settings(Options):
             gpu_memory_utilization=self.gpu_memory_utilization,
             widths=self.widths,
             enforce_eager=self.enforce_eager,
+            batch_invariant=self.batch_invariant,
             pooling=self.pooling,
             generation_config=self.generation_config,
             overlap=self.overlap,

@@ -167,6 +167,11 @@ def use_experts(module: Any) -> None:
         module.set_experts_implementation("grouped_mm" if is_grouped else "batched_mm")
 
 
+def has_experts(module: torch.nn.Module) -> bool:
+    """Whether it is a mixture of experts: transformers names their modules so, however they are run."""
+    return any("Experts" in type(part).__name__ for part in module.modules())
+
+
 def use_attention(module: torch.nn.Module, name: str) -> None:
     """Choose the attention of `module` and all its parts. transformers keeps the choice on the config objects."""
     for part in module.modules():

@@ -32,10 +32,14 @@ class CapturedForwards(Forwards):
         *,
         min_selected_rows: int = 1,
         taps: Taps | None = None,
+        head_rows: int | None = None,
         has_full_step: bool = False,
     ) -> None:
-        """has_full_step: capture the dynamic method too, for steps of exactly as many rows as it takes."""
-        super().__init__(model, methods, min_selected_rows=min_selected_rows, taps=taps)
+        """head_rows: of every head, as in `Forwards`; None: a ladder.
+        has_full_step: capture the dynamic method too, for steps of exactly as many rows as it takes.
+        """
+        super().__init__(model, methods, min_selected_rows=min_selected_rows, taps=taps, head_rows=head_rows)
+        self._ladder = ROWS if head_rows is None else (head_rows,)
         self._widths = [method.max_tokens for method in reversed(methods) if method.is_static or has_full_step]
         widest = max(self._widths, default=1)
         self._tokens = torch.zeros(widest, dtype=torch.int64, device=device)  # [widest]
@@ -57,7 +61,7 @@ class CapturedForwards(Forwards):
         prepared_step(width): a context that prepares a step of that many rows at the addresses that serving uses,
         and takes it back.
         """
-        total = len(self._widths) + sum(rows <= max(self._widths) for rows in ROWS)
+        total = len(self._widths) + sum(rows <= max(self._widths) for rows in self._ladder)
         memory = torch.cuda.graph_pool_handle()
         with frozen_garbage():
             for done, width in enumerate(self._widths):
@@ -67,7 +71,7 @@ class CapturedForwards(Forwards):
                     run = partial(self._run_body, tokens, positions, step)
                     self._graphs[width], self._hidden[width] = captured(run, memory)
                     self.captures += 1
-            heads = CapturedHeads(self.model, self._hidden[self._widths[0]], memory)
+            heads = CapturedHeads(self.model, self._hidden[self._widths[0]], memory, self._ladder)
             for done, rows in enumerate(reversed(heads.rows), len(self._widths)):
                 progress("capturing graphs", done, total)
                 heads.capture(rows)

@@ -7,6 +7,7 @@ Engine thread only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,12 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class CapturedHeads:
     """Captured widest first, in the memory pool of the bodies. Each writes the same memory again when it runs."""
 
-    def __init__(self, model: Model, hidden: torch.Tensor, memory: Any) -> None:
-        """hidden: [W, hidden], of the widest body: its rows, dtype and device are what heads are made for."""
+    def __init__(self, model: Model, hidden: torch.Tensor, memory: Any, ladder: Sequence[int] = ROWS) -> None:
+        """hidden: [W, hidden], of the widest body: its rows, dtype and device are what heads are made for.
+        ladder: rows of the heads, ascending; those that are more than W are left out."""
         self._model = model
         self._memory = memory
-        self.rows = tuple(rows for rows in ROWS if rows <= len(hidden))
+        self.rows = tuple(rows for rows in ladder if rows <= len(hidden))
         most = max(self.rows, default=0)
         self._chosen = hidden.new_zeros(most, hidden.shape[1])  # read by every head
         self._inputs = torch.zeros(SampleInputs.PACKED, most, dtype=torch.int64, device=hidden.device)

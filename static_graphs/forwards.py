@@ -51,13 +51,22 @@ class Forwards:
     """forward_1 .. forward_N and forward_others over one model, with a count of calls each."""
 
     def __init__(
-        self, model: Model, methods: Sequence[Method], *, min_selected_rows: int = 1, taps: Taps | None = None
+        self,
+        model: Model,
+        methods: Sequence[Method],
+        *,
+        min_selected_rows: int = 1,
+        taps: Taps | None = None,
+        head_rows: int | None = None,
     ) -> None:
-        """min_selected_rows: fewest rows the head runs on behind the dynamic method (EXE-4). taps: set on `model`."""
+        """min_selected_rows: fewest rows the head runs on behind the dynamic method (EXE-4). taps: set on `model`.
+        head_rows: the head runs on so many rows and never on others, as often as it takes; None: on what is selected.
+        """
         self.model = model
         self.methods = tuple(methods)
         self._min_selected_rows = min_selected_rows
         self._taps = taps
+        self._head_rows = head_rows
         self.padding_rows = 0
         self._calls = [0] * len(self.methods)
 
@@ -98,7 +107,13 @@ class Forwards:
         method = self.methods[step_slice.method]
         if not method.is_static and rows < self._min_selected_rows:
             selected = torch.cat((selected, selected[-1:].expand(self._min_selected_rows - rows)))
-        return self._scores(hidden, selected, rows, method.name)
+        if self._head_rows is None or rows <= self._head_rows:
+            return self._scores(hidden, selected, rows, method.name)
+        parts = [  # copied: a captured head writes the same memory again
+            self._scores(hidden, some, len(some), method.name).logits.clone()
+            for some in torch.split(selected, self._head_rows)
+        ]
+        return Scores(torch.cat(parts))
 
     def taps(self, width: int) -> torch.Tensor | None:
         """[width, k * hidden] of the last forward, padding rows included; overwritten by the next one."""
@@ -121,6 +136,8 @@ class Forwards:
 
     def _scores(self, hidden: torch.Tensor, selected: torch.Tensor, rows: int, name: str) -> Scores:
         """The head over `selected` rows of hidden, of which the first `rows` count. name: of the method that ran."""
+        if self._head_rows is not None:
+            selected = torch.cat((selected, selected[-1:].expand(self._head_rows - len(selected))))
         logits = self.model.logits(hidden.index_select(0, selected))
         self._check_logits(logits, len(selected), name)
         return Scores(logits[:rows])

@@ -54,6 +54,12 @@ def test_what_k_v_in_fp8_costs_without_a_gpu_is_noted() -> None:
     assert (finding.subject, finding.verdict) == ("K/V dtype", "note")
 
 
+def test_batch_invariance_where_there_is_no_gpu_is_a_fault() -> None:
+    assert list(doctor.invariance(False, "cpu")) == []
+    (finding,) = doctor.invariance(True, "cpu")
+    assert (finding.verdict, finding.text) == ("fault", "--batch-invariant needs a CUDA device: leave it out here")
+
+
 def test_a_gpu_that_nothing_was_measured_on_is_noted_with_the_command() -> None:
     assert list(doctor.tilings(Settings(device="cpu"))) == []
     assert doctor.tuned(0, "a warning\ncut as measured\n", "m") == Finding("products", "ok", "cut as measured")

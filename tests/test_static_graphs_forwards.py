@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cache.step import CellStep
+from static_graphs.captured_heads import CapturedHeads
 from static_graphs.forwards import Forwards
 from static_graphs.methods import method_table, plan_slices
 
@@ -56,6 +57,23 @@ def test_exe_14_only_behind_forward_others_the_head_runs_on_more_rows_than_were_
     model = Notes()
     _, logits = run(model, tokens, [1], min_selected_rows=3)
     assert (model.head_rows, logits.shape) == (head_rows, (1, VOCAB))
+
+
+@pytest.mark.parametrize("selected", [[1], [2, 0, 1, 1], [0, 1, 2, 3, 3], [3] * 9])
+def test_where_heads_have_fixed_rows_they_run_on_those_as_often_as_it_takes(selected):
+    seen = []
+    model = Notes()
+    head = model.logits
+    model.logits = lambda hidden: seen.append(len(hidden)) or head(hidden)
+    _, logits = run(model, [1, 2, 3, 4], selected, head_rows=4)
+    assert seen == [4] * -(-len(selected) // 4)
+    assert logits[:, 0].tolist() == selected
+
+
+def test_captured_heads_are_of_the_rows_they_are_told():
+    hidden = torch.zeros(48, 2)
+    assert CapturedHeads(Notes(), hidden, None).rows == (1, 2, 4, 8, 16, 32)
+    assert CapturedHeads(Notes(), hidden, None, (48,)).rows == (48,)
 
 
 def test_exe_15_a_forward_without_selected_rows_runs_no_head():
