@@ -307,7 +307,16 @@ class EngineLoop:
             victim.requeue()
             self._preemptions += 1
             preempted = True
-        while not preempted and (session := self._next_admissible()) is not None:
+        if not preempted:
+            self._admit()
+        return preempted
+
+    def _admit(self) -> None:
+        for session in self._scheduler.admissible(
+            lambda: self._prefixes.available_cells,
+            must_wait=self._prefixes.must_wait,
+            shared_tokens=self._prefixes.shared_tokens,
+        ):
             try:
                 self._prefixes.open(session)
             except Exception as error:  # whatever is wrong with this request must not end the others
@@ -317,14 +326,6 @@ class EngineLoop:
             if session.queued_s is None:
                 session.queued_s = self._clock() - session.submitted_s
             self._queue_deadlines.pop(session.request.request_id, None)
-        return preempted
-
-    def _next_admissible(self) -> Session | None:
-        return self._scheduler.next_admissible(
-            self._prefixes.available_cells,
-            must_wait=self._prefixes.must_wait,
-            shared_tokens=self._prefixes.shared_tokens,
-        )
 
     # --- what a step brought ----------------------------------------------------------------------------------------
 

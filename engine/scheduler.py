@@ -9,7 +9,7 @@ that scheduler skips it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
@@ -103,33 +103,49 @@ class Scheduler:
             if session in place:
                 place.remove(session)
 
-    def next_admissible(
+    def admissible(
         self,
-        free_cells: int,
+        free_cells: Callable[[], int],
         *,
         must_wait: Callable[[Session], bool] = lambda session: False,
         shared_tokens: Callable[[Session], int] = lambda session: 0,
-    ) -> Session | None:
-        """The waiting session that may run now: always the next in line of those that need not wait.
+    ) -> Iterator[Session]:
+        """The waiting sessions that may run now, one by one: always the next in line of those that need not wait.
 
         must_wait: a running session is computing what this one begins with; those behind it may run meanwhile.
         shared_tokens: of this session, the tokens whose cells running ones hold anyway.
         Optimistic: its tokens must fit beside what running prompts still need, not its whole budget of new ones.
-        The caller opens it, calls `admit`, and asks again.
+        The caller opens each and calls `admit`, or `remove`, before it asks for the next. What has run must not move
+        on in between: what it needs is summed up once.
         """
+        if not len(self._waiting):
+            return
         places = self.limits.max_num_seqs - self.num_running
-        if places < 1:
-            return None  # most steps of a busy server: nobody's turn is worked out for nothing
+        promised: int | None = None
+        while places > 0:  # most steps of a busy server: nobody's turn is worked out for nothing
+            free = free_cells()
+            session = self._next_in_line(places, must_wait)
+            if session is None:
+                return
+            if promised is None:
+                promised = sum(_promised_cells(other) for other in self._running)
+            missing = promised + len(session.tokens) - free
+            if missing > 0 and shared_tokens(session) < missing:
+                return
+            yield session
+            if self._running and self._running[-1] is session:
+                places -= session.draws
+                promised += _promised_cells(session)
+
+    def _next_in_line(self, places: int, must_wait: Callable[[Session], bool]) -> Session | None:
+        """Who would be next with cells for everybody; None: nobody, or one that the places do not hold."""
         for session in self._waiting:
             if session.is_suspect and self._running_suspect is not None:
                 continue
             if session.num_in_flight or session.draws > places:
                 return None
-            if must_wait(session):
-                continue
-            promised = sum(max(other.remaining, DECODE_HEADROOM_CELLS) for other in self._running)
-            missing = promised + len(session.tokens) - free_cells
-            return session if missing <= 0 or shared_tokens(session) >= missing else None
+            if not must_wait(session):
+                return session
         return None
 
     @property
@@ -209,6 +225,11 @@ class Scheduler:
             else:
                 self._in_turn, self._turn_left = session, turn - count
         return [Take(session, count) for session, count in counts.items()]
+
+
+def _promised_cells(session: Session) -> int:
+    """Of a running session: what is left free for it when another is admitted."""
+    return max(session.remaining, DECODE_HEADROOM_CELLS)
 
 
 def _rank(session: Session) -> tuple[int, int, int]:

@@ -69,7 +69,7 @@ class Life:
         self.num_come += 1
 
     def admit(self):
-        while (session := self.queue.next_admissible(10**6)) is not None:
+        for session in self.queue.admissible(lambda: 10**6):
             self.queue.admit(session)
             session.executor_id = session.arrival
             self.running.append(session)
