@@ -201,7 +201,7 @@ class RadixTree:
         assert cells.size == tokens.size - lease.length
         self._holder.hold_cells(cells)
         old = _path_cells(node, lease.length)
-        for each in _path(node):
+        for each in path(node):
             if each.end <= lease.length:
                 break
             each.cells = cells[each.end - each.cells.size - lease.length : each.end - lease.length]
@@ -329,7 +329,7 @@ class RadixTree:
     # --- locks and ages ---------------------------------------------------------------------------------------------
 
     def _lock(self, node: Node) -> Node:
-        for each in _path(node):
+        for each in path(node):
             self._lock_one(each)
         return node
 
@@ -342,7 +342,7 @@ class RadixTree:
 
     def _unlock(self, node: Node) -> None:
         now = next(self._clock)
-        for each in _path(node):
+        for each in path(node):
             each.locks -= 1
             each.last_used = now
             if each.locks == 0:
@@ -354,7 +354,7 @@ class RadixTree:
     def _move(self, lease: Lease, node: Node) -> None:
         """From a node to one below it."""
         old = lease.node
-        for each in _path(node):
+        for each in path(node):
             if each is old:
                 break
             self._lock_one(each)
@@ -401,7 +401,7 @@ def _walk(start: Node, tokens: Tokens) -> tuple[Node, tuple[Node, int] | None]:
     return node, None
 
 
-def _path(node: Node) -> Iterator[Node]:
+def path(node: Node) -> Iterator[Node]:
     """From the node up to its root."""
     each: Node | None = node
     while each is not None:
@@ -412,7 +412,7 @@ def _path(node: Node) -> Iterator[Node]:
 def _path_cells(node: Node, start: int) -> Cells:
     """Cells of the positions [start, node.end), where `start` is the end of a node on the path."""
     parts: list[Cells] = []
-    for each in _path(node):
+    for each in path(node):
         if each.end <= start:
             break
         parts.append(each.cells)

@@ -22,6 +22,7 @@ import numpy as np
 
 from cache.radix import Lease, RadixTree, Tokens, common_length
 from engine import cell_map
+from engine.beginnings import Beginnings
 from engine.executor import Executor
 from engine.sessions import Session
 from engine.types import KvReport, PrefixReset
@@ -63,6 +64,8 @@ class PrefixCache:
         self._leases: dict[Session, Lease] = {}  # of every session that is open in the executor
         self._tokens: dict[Session, Tokens] = {}  # a session's tokens as an array; may be behind its list
         self._waits: dict[Session, Wait] = {}
+        self._open = Beginnings(1)
+        self._computing = Beginnings(WORTH_WAITING_TOKENS)  # of the open ones, who had as much to compute
         self._unkept: deque[Session] = deque()  # opened sessions whose prompt was not given to the tiers yet
 
     @property
@@ -146,6 +149,10 @@ class PrefixCache:
             self._tree.release(lease)
             raise
         self._leases[session] = lease
+        tokens = self._tokens_of(session)
+        self._open.add(session, lease.node, tokens)
+        if tokens.size - lease.length >= WORTH_WAITING_TOKENS:
+            self._computing.add(session, lease.node, tokens)
         if self._tiers is not None and session.prompt_len >= self._tiers.chunk_tokens:
             self._unkept.append(session)
         self._forget_waits(session)
@@ -164,8 +171,9 @@ class PrefixCache:
             prompt=fork.request.prompt_token_ids,
             generated=fork.tokens[fork.prompt_len :],
         )
-        self._leases[fork] = self._tree.share(self._leases[stem])
-        self._tokens[fork] = self._tokens_of(stem)[: stem.prompt_len]
+        lease = self._leases[fork] = self._tree.share(self._leases[stem])
+        tokens = self._tokens[fork] = self._tokens_of(stem)[: stem.prompt_len]
+        self._open.add(fork, lease.node, tokens)
         fork.begin_at(fork.prompt_len)
 
     def close(self, session: Session, *, keep: bool) -> None:
@@ -177,6 +185,8 @@ class PrefixCache:
         if lease is None:
             return
         assert session.executor_id is not None
+        self._open.discard(session)
+        self._computing.discard(session)
         if keep and self._is_on:
             self._publish(session, lease, is_leaving=True)
             if self._tiers is not None:
@@ -293,14 +303,14 @@ class PrefixCache:
 
     def _bring_in(self, session: Session, tokens: Tokens) -> None:
         """Publish the running session that has computed more of `tokens` than the tree knows of, if there is one."""
-        salt = session.request.cache_salt
-        length = self._tree.match(salt, tokens).length
+        match = self._tree.match(session.request.cache_salt, tokens)
+        length = match.length
         if length == tokens.size:
             return
         following = int(tokens[length])
         best: Session | None = None
-        for other in self._leases:
-            if other.num_settled <= length or other.tokens[length] != following or other.request.cache_salt != salt:
+        for other in self._open.alike(match.node, tokens):
+            if other.num_settled <= length or other.tokens[length] != following:
                 continue
             settled = self._tokens_of(other)[: other.num_settled]
             reached = common_length(settled, tokens)
@@ -320,24 +330,18 @@ class PrefixCache:
 
     def _find_wait(self, session: Session) -> Wait | None:
         tokens = self._reusable(session)
-        if tokens.size < WORTH_WAITING_TOKENS:
-            return None
+        salt = session.request.cache_salt
         best: Wait | None = None
-        for donor in self._leases:
-            known = len(donor.tokens) - donor.num_settled
-            if known < WORTH_WAITING_TOKENS or donor.request.cache_salt != session.request.cache_salt:
+        for donor in self._computing.alike(self._tree.match(salt, tokens).node, tokens):
+            if len(donor.tokens) - donor.num_settled < WORTH_WAITING_TOKENS:
                 continue
-            reached = max(donor.num_settled, best.length if best else 0)
-            if reached >= min(tokens.size, len(donor.tokens)) or donor.tokens[reached] != session.tokens[reached]:
-                continue  # most pairs of a busy server have nothing in common
             length = common_length(self._tokens_of(donor), tokens)
-            if length > reached:
+            if length > max(donor.num_settled, best.length if best else 0):
                 best = Wait(donor, length)
         if best is None:
             return None
         self._bring_in(session, tokens)
-        reached = self._tree.match(session.request.cache_salt, tokens).length
-        return best if best.length - reached >= WORTH_WAITING_TOKENS else None
+        return best if best.length - self._tree.match(salt, tokens).length >= WORTH_WAITING_TOKENS else None
 
 
 _NO_TOKENS: Tokens = np.empty(0, np.int64)

@@ -1,10 +1,15 @@
-"""DESIGN D10: who is admitted in one turn, against sums over every session."""
+"""DESIGN D10, D13: who is admitted in one turn, and from whom it takes its prefix, against looks at every session."""
 
 import random
 
+import pytest
+
+from engine.beginnings import Beginnings
 from engine.scheduler import DECODE_HEADROOM_CELLS, Scheduler, SchedulerLimits
 from engine.sessions import Session
 from engine.types import GenerateRequest
+from support.looped import Engine
+from support.scripted import ScriptedExecutor
 
 
 class Turns:
@@ -107,3 +112,65 @@ def test_d10_who_is_admitted_is_who_the_rule_names_when_everything_is_summed_up_
                 turns.disturb()
         seen = {name: count + turns.seen[name] for name, count in seen.items()}
     assert min(seen.values()) > 40, seen
+
+
+class Everybody(Beginnings):
+    """Looks at every open session with the same salt."""
+
+    def alike(self, node, tokens):
+        return (session for session in self._beginnings if session.request.cache_salt == node.salt)
+
+
+class Recorded(ScriptedExecutor):
+    """Knows what ran when."""
+
+    def __init__(self, **options):
+        super().__init__(lambda prompt, generated, seed: (len(prompt) + len(generated) + seed) % 3, **options)
+        self.steps = []
+
+    def launch(self, batch):
+        self.steps.append(batch)
+        return super().launch(batch)
+
+
+def life_of(seed, overlaps, looks_at_everybody):
+    """What ran and what was said in a life of prompts that begin alike, at several places."""
+    rng = random.Random(seed)
+    executor = Recorded(cells=rng.choice((250, 4000)), overlaps=overlaps)
+    engine = Engine(executor, seqs=8, budget=48, chunk=rng.choice((8, 24)))
+    if looks_at_everybody:
+        engine.loop._prefixes._open, engine.loop._prefixes._computing = Everybody(1), Everybody(1)
+    texts = [[rng.randrange(3) for _ in range(80)] for _ in range(2)]
+    for number in range(40):
+        text = rng.choice(texts)
+        prompt = text[: rng.randint(1, len(text))] + [rng.randrange(3) for _ in range(rng.choice((0, 1, 30)))]
+        engine.submit(
+            str(number),
+            prompt,
+            max_new_tokens=rng.choice((1, 5, 60)),
+            n=rng.choice((1, 1, 1, 3)),
+            cache_salt=rng.choice((None, None, None, "a")),
+            sampling={"seed": 0, "prompt_logprobs": 0 if rng.random() < 0.15 else None},
+        )
+        if rng.random() < 0.2:  # an answer, perhaps a fork's, becomes part of a prompt
+            choice = rng.randrange(3)
+            texts[0] = [*prompt, *((len(prompt) + i + choice) % 3 for i in range(20))]
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            engine.step()
+        if rng.random() < 0.1:
+            engine.loop.cancel(str(rng.randint(0, number)))
+    engine.run()
+    assert engine.holds_nothing()
+    assert not engine.loop._prefixes._open._sessions
+    assert not engine.loop._prefixes._computing._sessions
+    return executor.steps, engine.updates, engine.loop.stats().preemptions
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["back-to-back", "overlapped"])
+def test_pfx_7_whom_a_session_waits_for_and_takes_from_is_found_as_by_looking_at_everybody(overlaps):
+    preemptions = 0
+    for seed in range(16):
+        steps, updates, preempted = life_of(seed, overlaps, looks_at_everybody=False)
+        assert (steps, updates, preempted) == life_of(seed, overlaps, looks_at_everybody=True)
+        preemptions += preempted
+    assert preemptions > 20
