@@ -45,6 +45,8 @@ class SlotEdits:
     @classmethod
     def of(cls, params: SamplingParams, prompt_length: int, vocab_size: int) -> SlotEdits:
         """Raises ValueError naming the field and the id that is outside the vocabulary."""
+        if not _edits_anything(params):  # most requests: a burst of them is opened within one turn
+            return _NO_EDITS
         bias = dict(params.logit_bias)
         fields = {
             "logit_bias": list(bias),
@@ -85,6 +87,12 @@ class SlotEdits:
     def is_empty(self) -> bool:
         sparse = (self.bias_ids.size, self.banned_ids.size, self.stop_ids.size, len(self.words))
         return not any(sparse) and self.allowed_ids is None and not self.has_penalties
+
+
+def _edits_anything(params: SamplingParams) -> bool:
+    if params.logit_bias or params.bad_words or params.allowed_token_ids is not None or params.min_tokens > 0:
+        return True
+    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
 
 
 class LogitEdits:
@@ -352,3 +360,17 @@ def _ids(ids: Sequence[int] | dict[int, float]) -> NDArray[np.int64]:
 
 def _ones_like(ids: Tensor) -> Tensor:
     return torch.ones_like(ids, dtype=torch.int32)
+
+
+_NO_EDITS = SlotEdits(
+    bias_ids=_ids(()),
+    bias=np.empty(0, np.float32),
+    banned_ids=_ids(()),
+    allowed_ids=None,
+    words=(),
+    stop_ids=_ids(()),
+    stops_from=0,
+    repetition=1.0,
+    frequency=0.0,
+    presence=0.0,
+)
