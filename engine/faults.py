@@ -16,7 +16,10 @@ point is armed and its turn has come.
         order           `seed` shuffles the chunks of each step
         wire.lose       a message from the engine, wire.garble; inbox.lose, inbox.garble: one to it
     points of an engine with a model
-        forward.raise, forward.oom, sampler.raise, upload.raise; logits.nan: row `row` of the scores
+        forward.raise, sampler.raise, upload.raise; logits.nan: row `row` of the scores
+        forward.oom, sampler.oom, upload.oom: the device's own allocator refuses; on a CPU, as it would
+    points of an engine on a CUDA device
+        device.assert   a kernel of a step fails: nothing on the device can be used again
     points of an engine with tiers below host memory
         tier.raise, tier.slow (`s` seconds), tier.corrupt, tier.full
 
@@ -50,7 +53,13 @@ ANY_ENGINE = frozenset(
         *("wire.lose", "wire.garble", "inbox.lose", "inbox.garble"),
     )
 )
-WITH_MODEL = frozenset(("forward.raise", "forward.oom", "sampler.raise", "upload.raise", "logits.nan"))
+WITH_MODEL = frozenset(
+    (
+        *("forward.raise", "sampler.raise", "upload.raise", "logits.nan"),
+        *("forward.oom", "sampler.oom", "upload.oom"),
+    )
+)
+ON_A_DEVICE = frozenset(("device.assert",))
 WITH_TIERS = frozenset(("tier.raise", "tier.slow", "tier.corrupt", "tier.full"))
 
 _BAD_ID = 1_000_000_000
@@ -82,6 +91,7 @@ class Faults:
         self._armed: list[Armed] = []
         self._fired: Counter[str] = Counter()
         self._points = set(ANY_ENGINE)
+        self._device: Any = None  # torch.device of an engine with a model
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -140,6 +150,9 @@ class Faults:
         self._around(scheduler, "must_preempt", self._preempting(scheduler))
         if hasattr(executor, "_forwards"):
             self._points |= WITH_MODEL
+            self._device = executor._device
+            if self._device.type == "cuda":
+                self._points |= ON_A_DEVICE
             self._around(executor._forwards, "run", self._running)
             self._around(executor._sampler, "sample", self._sampling)
             self._around(executor._cache, "prepare_step", self._uploading)
@@ -244,28 +257,51 @@ class Faults:
         return must_preempt
 
     def _running(self, run: Callable[..., Any], *args: Any) -> Any:
-        fault = self.due("forward.raise", "forward.oom")
-        if fault is not None and fault.point == "forward.oom":
-            import torch
-
-            raise torch.OutOfMemoryError("CUDA out of memory: a fault of the forward")
-        if fault is not None:
-            raise Injected("a fault of the forward")
+        fault = self.due("forward.raise", "forward.oom", "device.assert")
+        match fault.point if fault else "":
+            case "forward.raise":
+                raise Injected("a fault of the forward")
+            case "forward.oom":
+                self._run_out_of_memory()
+            case "device.assert":
+                self._fail_a_kernel()
         return run(*args)
 
     def _sampling(self, sample: Callable[..., Any], logits: Any, *args: Any) -> Any:
-        if self.due("sampler.raise"):
-            raise Injected("a fault of the sampler")
-        fault = self.due("logits.nan")
-        if fault is not None:
-            logits = logits.clone()
-            logits[fault.row % len(logits)] = float("nan")
+        fault = self.due("sampler.raise", "sampler.oom", "logits.nan")
+        match fault.point if fault else "":
+            case "sampler.raise":
+                raise Injected("a fault of the sampler")
+            case "sampler.oom":
+                self._run_out_of_memory()
+            case "logits.nan":
+                assert fault is not None
+                logits = logits.clone()
+                logits[fault.row % len(logits)] = float("nan")
         return sample(logits, *args)
 
     def _uploading(self, prepare_step: Callable[..., Any], width: int) -> Any:
-        if self.due("upload.raise"):
+        fault = self.due("upload.raise", "upload.oom")
+        if fault is not None and fault.point == "upload.oom":
+            self._run_out_of_memory()
+        if fault is not None:
             raise Injected("a fault of the upload")
         return prepare_step(width)
+
+    def _run_out_of_memory(self) -> None:
+        """Ask for as much as the device has in all, of which the model already holds a part."""
+        import torch
+
+        if self._device.type == "cuda":
+            torch.empty(torch.cuda.mem_get_info(self._device)[1], dtype=torch.uint8, device=self._device)
+        raise torch.OutOfMemoryError("out of memory: a fault")
+
+    def _fail_a_kernel(self) -> None:
+        """Launch one that reads past its table. The device says so later, to whoever asks it next."""
+        import torch
+
+        outside = torch.ones(1, dtype=torch.int64, device=self._device)
+        torch.zeros(1, device=self._device)[outside]
 
     def _loading(self, load: Callable[..., Any], chunk: Any, into: memoryview) -> None:
         from cache.offload.records import BadRecord

@@ -80,7 +80,10 @@ STEPS = [*MOMENTS, *(pytest.param(step, marks=pytest.mark.full) for step in rang
 
 
 @pytest.mark.parametrize("after", STEPS)
-@pytest.mark.parametrize("point", ["step.raise", "forward.raise", "forward.oom", "sampler.raise", "upload.raise"])
+@pytest.mark.parametrize(
+    "point",
+    ["step.raise", "forward.raise", "forward.oom", "sampler.raise", "sampler.oom", "upload.raise", "upload.oom"],
+)
 def test_f16_f17_a_step_that_fails_costs_nobody_a_token(
     model: ToyDecoder, ref: dict[str, list[int]], point: str, after: int
 ) -> None:
