@@ -17,6 +17,7 @@ import torch
 
 from cache.cell_cache import CacheMetrics, CellCache
 from cache.geometry import CacheFull
+from engine.device import check_device
 from engine.errors import SessionRefused, SessionsExhausted, StepFailed
 from engine.executor import Cells
 from engine.packing import PackedStep, PackLimits, Slot, pack, select_rows
@@ -255,7 +256,9 @@ class CellExecutor:
         try:
             assert self._cache.pos(sequence) == position, "the cache did not give the sequence that was asked for"
             self._sampler.open(sequence, params, seed=seed, prompt=prompt, generated=generated)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                check_device(self._device, error)
             self._cache.seq_rm(sequence)
             raise
         session_id = self._next_session_id
@@ -277,9 +280,8 @@ class CellExecutor:
         try:
             self._rewind(packed)
             return self._run(batch, packed)
-        except torch.AcceleratorError:
-            raise  # the device is lost, and the engine with it
         except Exception as error:  # whatever a model raises ends its step, not the engine
+            check_device(self._device, error)
             self._poison(batch)
             raise StepFailed(f"a step of {batch.num_tokens} tokens failed: {error}") from error
 

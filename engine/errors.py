@@ -12,7 +12,8 @@ CellserveError
 │   └── EngineUnavailable  the engine is not up
 ├── SessionsExhausted      the executor has no free session; nothing was opened
 ├── SessionRefused         an executor's session cannot do what was asked of it; nothing was changed
-└── StepFailed             a step died on the host; its sessions are poisoned, the engine goes on
+├── StepFailed             a step died on the host; its sessions are poisoned, the engine goes on
+└── DeviceLost             nothing on the device can be used again: the engine ends
 """
 
 from __future__ import annotations
@@ -77,3 +78,7 @@ class SessionRefused(CellserveError):
 
 class StepFailed(CellserveError):
     """A step failed on the host after it was launched; its sessions cannot go on."""
+
+
+class DeviceLost(CellserveError):
+    """Nothing on the device can be used again in this process: the engine ends."""

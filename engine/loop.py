@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cache.radix import RadixTree
-from engine.errors import GrammarRefused, SessionsExhausted, StepFailed
+from engine.errors import DeviceLost, GrammarRefused, SessionsExhausted, StepFailed
 from engine.executor import Executor, InFlight
 from engine.prefix import PrefixCache
 from engine.recent import RecentSteps
@@ -319,6 +319,8 @@ class EngineLoop:
         ):
             try:
                 self._prefixes.open(session)
+            except DeviceLost:
+                raise
             except Exception as error:  # whatever is wrong with this request must not end the others
                 self._fail_alone(session, error)
                 continue
@@ -408,6 +410,8 @@ class EngineLoop:
         except SessionsExhausted:
             self._scheduler.add_waiting(fork)  # it computes the prompt again when a session is free
             return
+        except DeviceLost:
+            raise
         except Exception as error:
             self._fail_alone(fork, error)
             return

@@ -21,6 +21,7 @@ import torch
 
 from cache.cell_cache import CellCache
 from cache.geometry import CacheError
+from engine.device import check_device
 from engine.errors import StepFailed
 from engine.packing import select_rows
 from engine.slices import run_slice
@@ -125,9 +126,8 @@ class RawSteps:
                 scores = run_slice(
                     self._forwards, self._cache, step_slice, tokens[span], positions[span], step.seq_ids[span], selected
                 )
-            except torch.AcceleratorError:
-                raise  # the device is lost, and the engine with it
             except Exception as error:  # whatever a model raises
+                check_device(self._device, error)
                 raise StepFailed(f"forward {span.start}..{span.stop} of a raw step failed: {error}") from error
             if scores is None:
                 logits = torch.empty(0, self._forwards.vocab_size, device=self._device)

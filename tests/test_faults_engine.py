@@ -10,10 +10,13 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
+from engine.errors import DeviceLost
 from engine.faults import Faults, checked
 from support.looped import Engine
 from support.poison import poison_free_cells
+from support.scripted import ScriptedExecutor
 from support.toy_decoder import ToyDecoder
 from support.toy_executor import toy_executor
 
@@ -189,6 +192,44 @@ def test_two_faults_at_any_two_moments_leave_the_others_right(
     for name, tokens in engine.told().items():
         assert tokens == (ref[name] if ends[name] == "length" else ref[name][: len(tokens)])
     assert engine.is_sound()
+
+
+class Lost(ToyDecoder):
+    """A model on a device that is lost: every forward is told so."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def hidden(self, tokens: Any, positions: Any, step: Any) -> Any:
+        raise self.error
+
+
+def test_r13_a_lost_device_ends_the_engine_and_no_request_is_tried_again_on_it() -> None:
+    engine = Faulty(Lost(torch.AcceleratorError("CUDA error: device-side assert triggered")))
+    with pytest.raises(DeviceLost, match="device-side assert"):
+        engine.run()
+    assert engine.updates == []
+
+
+def test_r13_memory_that_is_refused_is_a_steps_business_whoever_says_so() -> None:
+    """What asks for pinned memory says it as a lost device does."""
+    engine = Faulty(Lost(torch.AcceleratorError("CUDA error: out of memory")))
+    engine.run()
+    assert engine.ends() == ["failed"] * 8
+    assert engine.is_sound()
+
+
+class LostAtOpening(ScriptedExecutor):
+    def open_session(self, *args: Any, **fields: Any) -> int:
+        raise DeviceLost("the device is lost")
+
+
+def test_r13_a_device_that_is_lost_while_a_request_is_opened_is_not_taken_for_the_requests_fault() -> None:
+    engine = Engine(LostAtOpening())
+    engine.submit("a", (1, 2))
+    with pytest.raises(DeviceLost):
+        engine.step()
 
 
 def test_a_point_or_an_option_that_is_none_is_refused_by_name(model: ToyDecoder) -> None:
