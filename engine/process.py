@@ -8,6 +8,7 @@ Ends with exit code 0 when told to, 1 when it could not go on.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import zmq
 
@@ -40,7 +42,11 @@ IDLE_WAKE_MS = 1000
 
 
 def main(folder: Path, build: BuildFromConfig = build_from_config) -> int:
-    """Live one engine's life on the calling thread, which is the only one that touches the sockets."""
+    """Live one engine's life on the calling thread, which is the only one that touches the sockets.
+
+    Returns 0 when it was told to end, and otherwise does not return.
+    """
+    kept: list[object] = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; what it means is up to the parent
     _ParentWatch(folder).start()
     with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
@@ -66,12 +72,26 @@ def main(folder: Path, build: BuildFromConfig = build_from_config) -> int:
 
         def load(progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
             engine = build(start.config, progress)
+            kept.append(engine)  # past its end, where it is not given back
             # What was loaded stays to the end, and is millions of objects: collections need not walk through them.
             gc.collect()
             gc.freeze()
             return engine
 
-        return 0 if run_engine(load, inbox, send) else 1
+        was_told = run_engine(load, inbox, send)
+    if not was_told:
+        _leave()
+    return 0
+
+
+def _leave() -> NoReturn:
+    """End with exit code 1, and give nothing back that is on a device: where that is lost, freeing fails or waits."""
+    try:
+        atexit._run_exitfuncs()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class _SocketInbox:

@@ -188,6 +188,19 @@ async def test_a_step_that_breaks_the_engine_fails_its_streams_and_says_why(capf
 
 
 @asyncio_test
+async def test_r13_an_engine_that_breaks_waits_for_nothing_that_will_not_be_given_back(temporary: Path) -> None:
+    """It ends by itself: the time that its parent would give it is longer than this test's."""
+    config = EngineConfig(model="break-and-stick")
+    client = ProcessClient(config, module="support.scripted_process", stop_grace_s=10 * TIMEOUT_S)
+    await client.start()
+    await client.wait_ready()
+    assert (await read(client.submit(request())))[0].finish == "failed"
+    await client.close()
+    assert client.pid is None
+    assert list(temporary.iterdir()) == []
+
+
+@asyncio_test
 async def test_a_drain_lets_the_running_ones_finish_even_if_every_process_got_the_signal() -> None:
     async with ready("hang") as client:
         stream = client.submit(request())

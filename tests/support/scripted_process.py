@@ -88,6 +88,12 @@ def _break(executor: ScriptedExecutor) -> None:
     executor.fail_step(2, MemoryError("the device is gone"))
 
 
+def _break_and_stick(executor: ScriptedExecutor) -> None:
+    """A thread waits for ever, as one may that waits for a lost device."""
+    _break(executor)
+    threading.Thread(target=threading.Event().wait).start()
+
+
 def _vanish(executor: ScriptedExecutor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -140,6 +146,7 @@ SCENES: dict[str, Callable[[ScriptedExecutor], None]] = {
     "hang": _hang,
     "hang-once": _hang_once,
     "break": _break,
+    "break-and-stick": _break_and_stick,
     "die-in-every-step": _die_in_every_step,
     "letters": _letters,
     "letters-slow": _slow_letters,
