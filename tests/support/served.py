@@ -26,9 +26,9 @@ def serving_tiny_model(folder: Path, *flags: str) -> Iterator[str]:
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[str]:
+def serving(folder: Path, *options: str, device: str = "cpu") -> Iterator[str]:
     """Yields the URL once the server is ready; at the end it must drain and exit with 0. Its log goes to folder/log."""
-    command = (sys.executable, "-m", "server.cli", "serve", *options, "--device", "cpu")
+    command = (sys.executable, "-m", "server.cli", "serve", *options, "--device", device)
     log_path = folder / "log"
     with log_path.open("w") as log:
         server = subprocess.Popen(
