@@ -121,32 +121,32 @@ class Scheduler:
         if not len(self._waiting):
             return
         places = self.limits.max_num_seqs - self.num_running
+        if places < 1:
+            return  # most steps of a busy server: nobody's turn is worked out for nothing
         promised: int | None = None
-        while places > 0:  # most steps of a busy server: nobody's turn is worked out for nothing
-            free = free_cells()
-            session = self._next_in_line(places, must_wait)
-            if session is None:
+        free = free_cells()
+        line, passed = iter(self._waiting), 0  # passed: the most draws of any that must wait
+        while places > 0 and (session := next(line, None)) is not None:
+            if session.is_suspect and self._running_suspect is not None:
+                continue
+            if session.num_in_flight or session.draws > places:
                 return
+            if must_wait(session):
+                passed = max(session.draws, passed)
+                continue
             if promised is None:
                 promised = sum(_promised_cells(other) for other in self._running)
             missing = promised + len(session.tokens) - free
             if missing > 0 and shared_tokens(session) < missing:
                 return
             yield session
-            if self._running and self._running[-1] is session:
+            free = free_cells()
+            is_admitted = bool(self._running) and self._running[-1] is session
+            if is_admitted:
                 places -= session.draws
                 promised += _promised_cells(session)
-
-    def _next_in_line(self, places: int, must_wait: Callable[[Session], bool]) -> Session | None:
-        """Who would be next with cells for everybody; None: nobody, or one that the places do not hold."""
-        for session in self._waiting:
-            if session.is_suspect and self._running_suspect is not None:
-                continue
-            if session.num_in_flight or session.draws > places:
-                return None
-            if not must_wait(session):
-                return session
-        return None
+            if not is_admitted or passed > places:  # its client has had no turn, or one passed over may hold others up
+                line, passed = iter(self._waiting), 0
 
     @property
     def _running_suspect(self) -> Session | None:

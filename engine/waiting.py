@@ -20,7 +20,10 @@ from engine.sessions import Session
 
 
 class WaitingLine:
-    """Iterating gives the order in which the sessions would be admitted, if none came, left or ran again."""
+    """Iterating gives the order in which the sessions would be admitted, if none came, left or ran again.
+
+    Those that were given may be taken meanwhile.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[int, _Class] = {}
@@ -83,11 +86,12 @@ class _Class:
 
     def in_order(self) -> Iterator[Session]:
         yield from list(self.again)
-        line = [(self.turns[name], _place(waiting[0]), name, 0) for name, waiting in self.by_client.items()]
+        by_client = {name: list(waiting) for name, waiting in self.by_client.items()}
+        line = [(self.turns[name], _place(waiting[0]), name, 0) for name, waiting in by_client.items()]
         heapify(line)
         while line:
             turns, _, name, number = heappop(line)
-            waiting = self.by_client[name]
+            waiting = by_client[name]
             yield waiting[number]
             if number + 1 < len(waiting):
                 heappush(line, (turns + waiting[number].draws, _place(waiting[number + 1]), name, number + 1))
