@@ -25,8 +25,9 @@ from typing import NoReturn
 import zmq
 
 from engine import logs
+from engine.config import EngineConfig
 from engine.loop import EngineLoop
-from engine.thread import BuildFromConfig, ProgressCallback, build_from_config, run_engine
+from engine.thread import BuildFromConfig, ProgressCallback, build_from_config, import_engine, run_engine
 from engine.types import EngineInfo
 from engine.wire import FromEngine, Opener, Sealer, Start, Stop, ToEngine, decode_to_engine
 
@@ -41,7 +42,14 @@ IDLE_WAKE_MS = 1000
 """An idle engine looks up this often: a signal that came just before it fell asleep is not seen sooner."""
 
 
-def main(folder: Path, build: BuildFromConfig = build_from_config) -> int:
+def build_alone(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
+    """`build_from_config` where nothing else lives: the load's collections need not walk through what was imported."""
+    import_engine()
+    gc.freeze()
+    return build_from_config(config, progress)
+
+
+def main(folder: Path, build: BuildFromConfig = build_alone) -> int:
     """Live one engine's life on the calling thread, which is the only one that touches the sockets.
 
     Returns 0 when it was told to end, and otherwise does not return.

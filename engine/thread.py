@@ -6,14 +6,14 @@ through an `Inbox` alone.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
-from engine.loop import EngineLoop
 from engine.types import EngineInfo
 from engine.view import View
 from engine.wire import (
@@ -37,13 +37,16 @@ from engine.wire import (
     WasReset,
 )
 
+if TYPE_CHECKING:
+    from engine.loop import EngineLoop  # numpy, which a process that only holds a client does without
+
 ProgressCallback = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, of how much)"""
 
-Build = Callable[[ProgressCallback], tuple[EngineLoop, EngineInfo]]
+Build = Callable[[ProgressCallback], tuple["EngineLoop", EngineInfo]]
 """Loads an engine. Raises ConfigError or ModelError when that cannot work."""
 
-BuildFromConfig = Callable[[EngineConfig, ProgressCallback], tuple[EngineLoop, EngineInfo]]
+BuildFromConfig = Callable[[EngineConfig, ProgressCallback], tuple["EngineLoop", EngineInfo]]
 
 SIGN_OF_LIFE_S = 0.25
 """Turns that bring no news, as while copies are under way, are told of no more often than that."""
@@ -84,10 +87,26 @@ def run_engine(build: Build, inbox: Inbox, send: Callable[[FromEngine], None]) -
 
 
 def build_from_config(config: EngineConfig, progress: ProgressCallback) -> tuple[EngineLoop, EngineInfo]:
-    """The real engine. Imports torch, and is the only thing here that does."""
+    """The real engine. Imports torch; with `import_engine` the only thing here that does."""
+    import_engine()
     from engine.build import build_engine
 
     return build_engine(config, progress)
+
+
+def import_engine() -> None:
+    """Import what `build_from_config` needs: seconds, once a process.
+
+    Imports make a million objects and hardly any garbage, and collections among them take a sixth of the time: they are
+    off meanwhile. Not for the load behind it, for what that drops may be weights.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        import engine.build  # noqa: F401
+    finally:
+        if collects:
+            gc.enable()
 
 
 def breakable(build: BuildFromConfig, config: EngineConfig) -> BuildFromConfig:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from cache.geometry import Geometry, LayerGeometry
 from engine.build import CPU_PREFILL, CPU_WIDTHS, CUDA_PREFILL, CUDA_WIDTHS, _kv_cells, _limits, build_engine
 from engine.config import EngineConfig
 from engine.scheduler import SchedulerLimits
+from engine.thread import import_engine
 from support.tiny_models import tiny_llama
 from support.tiny_tokenizer import write_byte_level
 
@@ -22,6 +25,16 @@ def test_4_2_the_vocabulary_is_the_tokenizers_and_not_the_models_padded_rows(tmp
     config = EngineConfig(str(tmp_path), device="cpu", load_format="dummy", kv_cells=64, max_num_seqs=2)
     _, info = build_engine(config, lambda text, done, of: None)
     assert info.vocab_size == tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_collections_are_behind_the_imports_as_they_were_before(collects: bool) -> None:
+    try:
+        gc.enable() if collects else gc.disable()
+        import_engine()
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def test_memory_for_more_cells_than_can_be_addressed_gives_as_many_as_can() -> None:
