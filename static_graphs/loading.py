@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 import transformers
 from gguf import GGUFReader
@@ -168,10 +169,10 @@ def end_of_text(source: Source) -> int | None:
     text = _read_json(folder / "tokenizer_config.json").get("eos_token")
     if isinstance(text, dict):
         text = text.get("content")
-    # Read off the file: to build the tokenizer for this one number takes a second or more.
-    for token in _read_json(folder / "tokenizer.json").get("added_tokens", []):
-        if token.get("content") == text:
-            return int(token["id"])
+    # Read off the file, and of that only this list: to build the tokenizer for one number takes a second or more.
+    for token in _added_tokens(folder / "tokenizer.json"):
+        if token.content == text:
+            return token.id
     tokenizer = _load_tokenizer(Source(folder))
     return None if tokenizer is None else tokenizer.eos_token_id
 
@@ -327,6 +328,24 @@ def _own_dtype(written: torch.dtype | str | None, device: torch.device) -> torch
     if isinstance(written, str):
         written = getattr(torch, written)
     return written if isinstance(written, torch.dtype) else torch.bfloat16
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Vocabulary(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def _added_tokens(path: Path) -> list[_AddedToken]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Vocabulary).added_tokens
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ ARROWS = {
 
 HOMES = {
     "zmq": ["engine.process", "engine.spawned", "engine.relay"],
-    "msgspec": ["engine.types", "engine.wire", "engine.relay", "engine.streams"],
+    "msgspec": ["engine.types", "engine.wire", "engine.relay", "engine.streams", "static_graphs.loading"],
     "triton": [
         "static_graphs.kernels.*",
         "cache.attend.launch",
