@@ -30,7 +30,6 @@ from engine.errors import (
     ModelError,
     QueueFull,
 )
-from engine.grammar import check_grammar
 from engine.lives import MAX_RUNS, EngineLives, OpenRequest, added
 from engine.questions import Questions
 from engine.streams import RequestStream
@@ -207,7 +206,7 @@ class EngineClient(ABC):
         if self._is_closed:
             raise Draining("the server is shutting down and takes nothing new")
         if grammar not in self._good_grammars:
-            checking = asyncio.get_running_loop().run_in_executor(self._checkers, check_grammar, grammar)
+            checking = asyncio.get_running_loop().run_in_executor(self._checkers, _check_grammar, grammar)
             try:
                 async with asyncio.timeout(GRAMMAR_CHECK_S):
                     await checking
@@ -468,6 +467,13 @@ class _Turn:
         self.phase = phase
         self.next: _Turn | None = None
         self.is_over = asyncio.Event()
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    """On a thread of the checkers: the first one imports numpy and llguidance there."""
+    from engine.grammar import check_grammar
+
+    check_grammar(grammar)
 
 
 async def _phases_behind(turn: _Turn) -> AsyncIterator[EnginePhase]:

@@ -5,6 +5,7 @@
         from-engine  this process receives
 
 The child's death is seen by its exit, never by a timeout; its standard input is how it sees ours (engine/process.py).
+It may be spawned before there is an event loop, so that its imports and this process's take the same time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
@@ -40,6 +43,8 @@ class ProcessClient(EngineClient):
         self._config = config
         self._module = module
         self._stop_grace_s = stop_grace_s
+        self._early: _Child | None = None
+        """Spawned, and not taken by `start` yet."""
         self._child: _Child | None = None
         self._life: asyncio.Task[None] | None = None
         """Ends when the child is gone and everything of it is given back."""
@@ -47,21 +52,33 @@ class ProcessClient(EngineClient):
     @property
     def pid(self) -> int | None:
         """Of the engine process; None when there is none."""
-        return None if self._child is None else self._child.process.pid
+        child = self._child or self._early
+        return None if child is None else child.process.pid
+
+    def spawn(self) -> None:
+        """Begin the first engine's load now; `start`, which has to follow, takes it over. Any thread.
+
+        Raises EngineUnavailable or ConfigError as `start` does. When this process ends before that, so does the child.
+        """
+        self._early = self._spawned()
+
+    def _spawned(self) -> _Child:
+        try:
+            child = _spawn(self._module)
+        except (OSError, zmq.ZMQError) as error:
+            raise EngineUnavailable(f"the engine process could not be started: {error}") from error
+        child.send(Start(self._config))
+        return child
 
     async def _launch(self) -> None:
         self._begin("starting the engine process")
-        try:
-            self._child = await _spawn(self._module)
-        except (OSError, zmq.ZMQError) as error:
-            raise EngineUnavailable(f"the engine process could not be started: {error}") from error
-        self._send(Start(self._config))
+        early, self._early = self._early, None
+        self._child = early or self._spawned()
         self._life = asyncio.create_task(self._live(self._child))
 
     def _send(self, message: ToEngine) -> None:
         if self._child is not None:
-            # Never full: it is unbounded, admission is not.
-            self._child.sender.send(self._child.sealer.seal(message), zmq.NOBLOCK)
+            self._child.send(message)
 
     def _kill(self) -> None:
         if self._child is not None:
@@ -81,7 +98,7 @@ class ProcessClient(EngineClient):
 
     async def _live(self, child: _Child) -> None:
         hearing = asyncio.create_task(self._hear(child))
-        exiting = asyncio.create_task(child.process.wait())
+        exiting = child.exit_code()
         await asyncio.wait((hearing, exiting), return_when=asyncio.FIRST_COMPLETED)
         if not exiting.done():
             await asyncio.wait((exiting,), timeout=self._stop_grace_s)
@@ -112,15 +129,36 @@ class ProcessClient(EngineClient):
 class _Child:
     """A running child and what of ours goes with it."""
 
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
     sender: zmq.Socket[bytes]
     receiver: zmq.asyncio.Socket
     ours: ExitStack
     """The folder and the sockets."""
     sealer: Sealer = field(default_factory=Sealer)
 
+    def send(self, message: ToEngine) -> None:
+        # Never full: it is unbounded, admission is not.
+        self.sender.send(self.sealer.seal(message), zmq.NOBLOCK)
+
+    def exit_code(self) -> asyncio.Future[int]:
+        """Done when the process has ended. Asked for once."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[int] = loop.create_future()
+
+        def tell(code: int) -> None:
+            if not ended.cancelled():
+                ended.set_result(code)
+
+        def wait() -> None:
+            code = self.process.wait()
+            with suppress(RuntimeError):  # the loop was closed over it: nobody is left to tell
+                loop.call_soon_threadsafe(tell, code)
+
+        threading.Thread(target=wait, name="engine's exit", daemon=True).start()
+        return ended
+
     def signal(self, number: signal.Signals) -> None:
-        # Not by send_signal: it looks for the exit status first, and takes it from asyncio's thread that waits for it.
+        # Not by send_signal: it looks for the exit status first, and takes it from the thread that waits for it.
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
@@ -132,7 +170,7 @@ class _Child:
         self.ours.close()
 
 
-async def _spawn(module: str) -> _Child:
+def _spawn(module: str) -> _Child:
     with ExitStack() as ours:
         folder = ours.enter_context(tempfile.TemporaryDirectory(prefix="cellserve-", ignore_cleanup_errors=True))
         path = f"{folder}/from-engine"
@@ -149,9 +187,9 @@ async def _spawn(module: str) -> _Child:
         sender.connect(f"ipc://{folder}/to-engine")
         # The child finds modules exactly where this process does; -P keeps the working folder from standing in front.
         search = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", module, folder),
-            stdin=asyncio.subprocess.PIPE,
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, folder],
+            stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": search},
         )
         return _Child(process, sender, receiver, ours.pop_all())

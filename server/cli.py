@@ -1,6 +1,9 @@
 """The command `cellserve` and its subcommands. Parses, and says in one line what a user got wrong.
 
 Flags and their help are made from the fields of `Settings`. Exit codes: server/run.py.
+
+A command imports what it needs when it runs: `serve` spawns the engine's process, whose imports take longest, before it
+imports the rest of the server.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import argparse
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,13 +20,10 @@ from typing import Any, NoReturn
 import annotated_types
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
-from rich.console import Console
-from rich.table import Table
 
 from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.errors import CellserveError, ConfigError, ModelError
-from server import batch, bench, doctor, kv_command, run, settings, terminal_chat, workers
-from server.models import version
+from server import run, settings
 from server.options import ENV_PREFIX, Group, flag_name, option
 from server.settings import Settings
 
@@ -42,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "serve": _serve,
             "show-config": _show_config,
             "doctor": _doctor,
-            "chat": terminal_chat.run,
+            "chat": _chat,
             "batch": _batch,
-            "bench": bench.run,
-            "kv": kv_command.run,
+            "bench": _bench,
+            "kv": _kv,
             "version": _version,
         }
         return commands[args.command](args)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Raises ConfigError; --help ends the process, as everywhere."""
-    parser = build_parser()
+    parser = build_parser(argv[0] if argv else None)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -73,27 +73,14 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     return {field: value for field, value in vars(args).items() if field in Settings.model_fields}
 
 
-def build_parser() -> Parser:
+def build_parser(asked: str | None) -> Parser:
+    """Every command, and the arguments of the one that is asked for: others' would be imports for nothing."""
     parser = Parser(prog="cellserve", description="A batching LLM inference server.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for name, text in (
-        ("serve", "load a model and answer requests"),
-        ("show-config", "print every option of serve, its value and where that came from"),
-        ("doctor", "check whether this machine can serve a model with these options"),
-    ):
-        command = commands.add_parser(name, help=text, description=text, epilog=_EPILOG, allow_abbrev=False)
-        _add_options(command)
-    text = "talk with a running server"
-    terminal_chat.add_arguments(commands.add_parser("chat", help=text, description=text, allow_abbrev=False))
-    text = "answer a file of requests, by a running server or by a model loaded for it"
-    command = commands.add_parser("batch", help=text, description=text, epilog=_EPILOG, allow_abbrev=False)
-    batch.add_arguments(command)
-    _add_options(command, is_model_positional=False)
-    text = "measure a running server"
-    bench.add_arguments(commands.add_parser("bench", help=text, description=text, allow_abbrev=False))
-    text = "show where a running server's K/V is"
-    kv_command.add_arguments(commands.add_parser("kv", help=text, description=text, allow_abbrev=False))
-    commands.add_parser("version", help="print the version", allow_abbrev=False)
+    for name, (text, epilog, add_arguments) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, epilog=epilog, allow_abbrev=False)
+        if name == asked:
+            add_arguments(command)
     return parser
 
 
@@ -133,6 +120,44 @@ def _add_options(parser: Parser, *, is_model_positional: bool = True) -> None:
         group = groups[option(field).group]
         group.add_argument(flag_name(field), default=argparse.SUPPRESS, help=_help(field), **kind)
     parser.add_argument("--config", metavar="FILE", default=None, help="YAML file of options")
+
+
+def _chat_arguments(parser: Parser) -> None:
+    from server import terminal_chat
+
+    terminal_chat.add_arguments(parser)
+
+
+def _batch_arguments(parser: Parser) -> None:
+    from server import batch
+
+    batch.add_arguments(parser)
+    _add_options(parser, is_model_positional=False)
+
+
+def _bench_arguments(parser: Parser) -> None:
+    from server import bench
+
+    bench.add_arguments(parser)
+
+
+def _kv_arguments(parser: Parser) -> None:
+    from server import kv_command
+
+    kv_command.add_arguments(parser)
+
+
+_COMMANDS: dict[str, tuple[str, str | None, Callable[[Parser], None]]] = {
+    "serve": ("load a model and answer requests", _EPILOG, _add_options),
+    "show-config": ("print every option of serve, its value and where that came from", _EPILOG, _add_options),
+    "doctor": ("check whether this machine can serve a model with these options", _EPILOG, _add_options),
+    "chat": ("talk with a running server", None, _chat_arguments),
+    "batch": ("answer a file of requests, by a running server or by a model loaded for it", _EPILOG, _batch_arguments),
+    "bench": ("measure a running server", None, _bench_arguments),
+    "kv": ("show where a running server's K/V is", None, _kv_arguments),
+    "version": ("print the version", None, lambda parser: None),
+}
+"""What each is for, what its help ends with, and its arguments."""
 
 
 def _help(field: str) -> str:
@@ -177,10 +202,15 @@ def _serve(args: argparse.Namespace) -> int:
         with ExitStack() as listening:
             listeners = [listening.enter_context(one) for one in run.listen_for_workers(options)]
             _check_folder(options.model)
+            from server import workers
+
             return workers.serve(options, listeners)
     with run.listen(options) as listener:
         _check_folder(options.model)
-        return run.serve(_engine(options), options, listener)
+        client = _engine(options)
+        if isinstance(client, ProcessClient):
+            client.spawn()
+        return run.serve(client, options, listener)
 
 
 def _engine(options: Settings) -> EngineClient:
@@ -189,10 +219,32 @@ def _engine(options: Settings) -> EngineClient:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from server import doctor
+
     return doctor.examine(settings.load(flags_of(args), args.config).settings)
 
 
+def _chat(args: argparse.Namespace) -> int:
+    from server import terminal_chat
+
+    return terminal_chat.run(args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from server import bench
+
+    return bench.run(args)
+
+
+def _kv(args: argparse.Namespace) -> int:
+    from server import kv_command
+
+    return kv_command.run(args)
+
+
 def _batch(args: argparse.Namespace) -> int:
+    from server import batch
+
     options = settings.load(flags_of(args), args.config).settings
     if args.url is not None:
         return batch.run(args, options, None)
@@ -211,6 +263,9 @@ def _check_folder(model: str) -> None:
 
 
 def _show_config(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
     loaded = settings.load(flags_of(args), args.config)
     table = Table("option", "value", "unit", "from", "read by", box=None, header_style="bold")
     for field in Settings.model_fields:
@@ -233,6 +288,8 @@ def _shown(value: Any) -> str:
 
 
 def _version(args: argparse.Namespace) -> int:
+    from server.models import version
+
     print(f"cellserve {version()}")
     return run.EXIT_OK
 

@@ -25,7 +25,6 @@ from engine import logs
 from engine.client import EngineClient
 from engine.errors import CellserveError, ConfigError
 from engine.types import EngineInfo
-from server.app import create_app
 from server.body_writer import GivesBodyWriters
 from server.http_protocol import Protocol
 from server.lifecycle import Lifecycle, Progress
@@ -53,6 +52,9 @@ def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> 
     """Serve until a signal or a failed start, and return the exit code. `listener` comes from `listen`."""
     logs.configure(settings.log_format, "api")
     warn_if_open(settings)
+    # Not with this file: an engine that the caller has spawned loads meanwhile.
+    from server.app import create_app
+
     app = create_app(client, settings)
     server = Server(uvicorn_config(app, settings), app.state.lifecycle, settings, listener)
     try:

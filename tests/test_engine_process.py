@@ -277,6 +277,43 @@ def test_a_child_leaves_with_its_parent_whatever_it_is_doing(name: str, temporar
 
 
 @asyncio_test
+async def test_an_engine_that_was_spawned_before_the_start_is_the_one_that_starts(temporary: Path) -> None:
+    client = scene("plain", max_num_seqs=3)
+    client.spawn()
+    assert client.pid is not None
+    await client.start()
+    assert (await client.wait_ready()).max_num_seqs == 3
+    first = client.pid
+    assert len(list(temporary.iterdir())) == 1, "no second one was spawned"
+    os.kill(first, signal.SIGKILL)
+    assert (await client.next_phase()).name == "dead"
+    await client.start()
+    await client.wait_ready()
+    assert client.pid != first
+    await client.close()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_child_that_was_spawned_for_a_start_that_never_came_leaves_with_its_parent(temporary: Path) -> None:
+    program = """
+from engine.client import ProcessClient
+from engine.config import EngineConfig
+client = ProcessClient(EngineConfig(model="plain"), module="support.scripted_process")
+client.spawn()
+print(client.pid, flush=True)
+raise SystemExit(2)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
+    parent = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    # The child inherits these pipes: they are at their end when both are gone.
+    assert (parent.returncode, parent.stderr) == (2, "")
+    assert int(parent.stdout) > 0
+    assert list(temporary.iterdir()) == []
+
+
+@asyncio_test
 async def test_a_process_that_cannot_be_started_is_an_engine_that_is_not_there(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

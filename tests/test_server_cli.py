@@ -146,6 +146,25 @@ def test_the_command_line_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=child_environment(), check=True, timeout=60)
 
 
+def test_nothing_slow_is_imported_before_the_engine_is_spawned() -> None:
+    slow = ("fastapi", "numpy", "llguidance", "tokenizers", "prometheus_client", "httpx", "torch", "transformers")
+    program = f"""
+import sys
+from engine.client import ProcessClient
+from server import cli
+
+def spawn(client):
+    print(*(name for name in {slow} if name in sys.modules))
+    sys.exit(0)
+
+ProcessClient.spawn = spawn
+cli.main(["serve", "--port", "0"])
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("\n", "")
+
+
 # A good start, and the end.
 
 
