@@ -72,7 +72,6 @@ def _launch(
         norm.weight if norm is not None else parts,
         total,
         normed if normed is not None else total,
-        rows,
         width,
         parts.stride(0),
         parts.stride(1),
@@ -97,7 +96,6 @@ def _add_norm(
     weight,  # [N]
     total,  # [R, N]
     normed,  # [R, N]
-    rows,
     width,
     part_stride,
     row_stride,

@@ -132,7 +132,7 @@ def _weights(at, inside, EVEN: tl.constexpr, EVICT: tl.constexpr):
     return block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _multiply_rows(
     x,  # [R, K]
     weight,  # [N, K]
