@@ -32,7 +32,7 @@ def cut(
     tile_rows: int = 1,
     width: int | None = None,
 ) -> tuple[Pieces, list[list[int]], list[tuple[int, int]]]:
-    """-> the pieces, the table's entries up to the first that is none, and (first, behind the last) of each row."""
+    """-> the pieces, those entries of the table that are one, and (first, behind the last) of each row."""
     pool = plain_pool(sum(lengths), kv_heads=1, k_dim=16)
     order = iter(range(sum(lengths)))
     cells = [[next(order) for _ in range(length)] for length in lengths]
@@ -42,8 +42,11 @@ def cut(
     )
     entries = pieces.table.tolist()
     rows = rows + [rows[-1]] * (step.width - len(rows))  # so is padding
-    count = next((at for at, entry in enumerate(entries) if entry[0] < 0), len(entries))
-    assert all(entry[0] == -1 for entry in entries[count:]), "a piece stands behind one that is none"
+    if pieces.shares is None:
+        count = next((at for at, entry in enumerate(entries) if entry[0] < 0), len(entries))
+        assert all(entry[0] == -1 for entry in entries[count:]), "a piece stands behind one that is none"
+    else:
+        count = int(pieces.shares[-1])
     run = step.runs[reach]
     spans = [(int(start), int(start + length)) for start, length in zip(run.start, run.count, strict=True)]
     for group, _, _, _, owner, first, _, page in entries[:count]:
@@ -78,7 +81,8 @@ def check(pieces: Pieces, entries: list[list[int]], spans: dict[int, tuple[int, 
             assert [slot for *_, slot in mine] == list(range(mine[0][4], mine[0][4] + len(mine)))
     assert len(set(slots)) == len(slots)
     assert max(slots, default=0) < pieces.most_slots
-    assert pieces.most == len(pieces.table)
+    assert len(entries) <= len(pieces.table)
+    assert pieces.programs == (len(pieces.table) if pieces.shares is None else len(pieces.shares) - 1)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -91,6 +95,34 @@ def test_pieces_hold_every_cell_of_every_run_once(seed: int) -> None:
     reach = rng.choice([Reach(), Reach("window", 90), Reach("chunk", 128)])
     pieces, entries, spans = cut(lengths, rows, wanted=rng.choice([1, 4, 16, 66]), reach=reach)
     check(pieces, entries, dict(enumerate(spans)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_program_has_an_equal_share_of_neighbouring_pieces(seed: int) -> None:
+    """Counted in blocks; where they are many, one more a run for its beginning and end. The last may have less."""
+    rng = random.Random(seed)
+    longest = rng.choice([5, 70, 700, 3000])
+    lengths = [rng.randint(1, longest) if rng.random() < 0.7 else longest for _ in range(rng.randint(1, 40))]
+    rows = [(owner, length - 1) for owner, length in enumerate(lengths)]
+    wanted = rng.choice([1, 4, 16, 66])
+    pieces, entries, spans = cut(lengths, rows, wanted=wanted, reach=Reach())
+    assert pieces.shares is not None
+    shares = pieces.shares.tolist()
+    assert shares[0] == 0
+    assert shares[-1] == len(entries)
+    assert all(one <= other for one, other in pairwise(shares))
+    blocks_of_all = sum(-(-last // BLOCK) for _, last in spans)
+    gap = int(blocks_of_all > 4 * wanted)
+    size = -(-(blocks_of_all + gap * len(rows)) // wanted)
+    held = [
+        sum(-(-(entry[6] - entry[5]) // BLOCK) + gap * (entry[1] == entry[2] - 1) for entry in entries[one:other])
+        for one, other in pairwise(shares)
+    ]
+    used = [blocks for blocks in held if blocks]
+    assert held[: len(used)] == used
+    # A gap may lie on the border of two shares, and count to neither's pieces or to the one behind it.
+    assert all(size - gap <= blocks <= size + gap for blocks in used[:-1])
+    assert used[-1] <= size + gap
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 5, 33])
@@ -159,10 +191,10 @@ def test_a_run_cut_by_its_own_length_is_cut_alike_whatever_the_others_are() -> N
     assert max(Counter(owner for owner, *_ in cuts.pop()).values()) == 8
 
 
-def test_long_pieces_come_first() -> None:
+def test_long_pieces_of_tiles_come_first() -> None:
     lengths = [30, 900, 31, 800, 29]
-    rows = [(owner, length - 1) for owner, length in enumerate(lengths)]
-    _, entries, _ = cut(lengths, rows, wanted=4, reach=Reach())
+    rows = [(owner, length - 1 - back) for owner, length in enumerate(lengths) for back in range(TILE)]
+    _, entries, _ = cut(lengths, rows, wanted=4, rows_each=TILE, tile_rows=TILE, reach=Reach())
     sizes = [last - first for *_, first, last, _ in entries]
     assert min(sizes[:2]) > max(sizes[-3:])
 

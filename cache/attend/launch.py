@@ -5,6 +5,8 @@ right: a kernel touches nothing that another kernel wrote, or may still read, be
 every kernel waits, also one that has nothing to do, so that the one behind it may rely on all that came before.
 Weights are written by no kernel, so they are fetched ahead of the wait; a step's tables are older than the graph.
 
+Counts of rows are arguments that no kernel is compiled anew for (`do_not_specialize`): a start captures dozens.
+
 Products and attention let the next kernel in (`gdc_launch_dependents`) when their last loads are under way, not at
 their start: programs that wait and fetch while others still stream make a step up to 2 % longer.
 """

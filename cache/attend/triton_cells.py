@@ -87,7 +87,7 @@ def attend_cells(
         sums = torch.empty(*partial, dtype=torch.float32, device=query.device)
         outs = torch.empty(*partial, v_dim, dtype=torch.float32, device=query.device)
         # Heads go first: a cell's K/V of all heads lie side by side, and are read at the same time.
-        _attend_pieces[(num_kv_heads, pieces.most)](
+        _attend_pieces[(num_kv_heads, pieces.programs)](
             query,
             keys,
             values,
@@ -98,6 +98,7 @@ def attend_cells(
             step.page_table,
             step.pages,
             pieces.table,
+            pieces.shares if pieces.shares is not None else pieces.table,
             pieces.counters,
             out,
             peaks,
@@ -127,6 +128,7 @@ def attend_cells(
             HAS_SINKS=sinks is not None,
             HAS_VALUE_SCALE=scales.value != 1.0,
             UPCAST=upcast,
+            IN_SHARES=pieces.shares is not None,
             num_warps=launched.warps,
             num_stages=launched.stages,
             **overlapped(query.device),
@@ -139,7 +141,11 @@ def default_pieces(rows_each: int, num_kv_heads: int, device: torch.device) -> i
     if device.type != "cuda":
         return 1
     each = PIECES_PER_MULTIPROCESSOR if rows_each == 1 else TILE_PIECES_PER_MULTIPROCESSOR
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count * each // num_kv_heads)
+    return max(1, _multiprocessors(device) * each // num_kv_heads)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +188,7 @@ def _pad(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _attend_pieces(
     query,  # [W, H, K_DIM]
     keys,  # [rows, KV, K_DIM]
@@ -193,7 +199,8 @@ def _attend_pieces(
     counts,  # [W] i32
     page_table,  # [sequences, pages] i32
     pages,  # [num_pages, PAGE_CELLS] i32
-    table,  # [most, FIELDS] i32: Pieces.table
+    table,  # [pieces, FIELDS] i32: Pieces.table
+    shares,  # [programs + 1] i32: Pieces.shares
     counters,  # [groups, KV] i32: pieces that are done; zero before and after
     out,  # [W, H, V_DIM]
     peaks,  # [slots, KV, ROWS * GROUP] f32: largest score of the piece, in powers of two
@@ -223,193 +230,206 @@ def _attend_pieces(
     HAS_SINKS: tl.constexpr,  # noqa: N803
     HAS_VALUE_SCALE: tl.constexpr,  # noqa: N803
     UPCAST: tl.constexpr,  # noqa: N803
+    IN_SHARES: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
-    """One piece of the runs of ROWS rows, for the GROUP query heads of one K/V head: M = ROWS * GROUP, padded."""
+    """Pieces of the runs of ROWS rows, for the GROUP query heads of one K/V head: M = ROWS * GROUP, padded.
+
+    A program has one of them at most, or IN_SHARES as many as lie in its share.
+    """
     # The step's tables are older than the launch before this one, so they are read ahead of the wait for it.
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
-    piece = table + tl.program_id(1) * FIELDS
-    group = tl.load(piece)
-    number = tl.load(piece + 1)
-    num_pieces = tl.load(piece + 2)
-    slot = tl.load(piece + 3)
-    owner = tl.load(piece + 4)
-    low = tl.load(piece + 5)
-    high = tl.load(piece + 6)
-    page_number = tl.load(piece + 7).to(tl.int64)
-    if group < 0:
-        if PDL:
-            gdc_wait()  # what is launched behind relies on all that came before
-        return
-    first_row = group if ROWS == 1 else group // 2 * ROWS
-
-    m = tl.arange(0, M)
-    row = first_row + m // GROUP
-    head = kv_head * GROUP + m % GROUP
-    is_row = (m < ROWS * GROUP) & (row < width)
-    if ROWS > 1:
-        is_row &= tl.load(table_row + row, mask=is_row, other=-1) == owner
-    start = tl.load(starts + row, mask=is_row, other=2147483647)
-    end = tl.where(is_row, start + tl.load(counts + row, mask=is_row, other=0), 0)
-    first = tl.min(start, 0)
-    # What every row sees: most blocks of a tile lie within, and need no look at who sees which cell.
-    common = tl.max(tl.where(is_row, start, 0), 0)
-    common_end = tl.min(tl.where(is_row, end, 2147483647), 0)
-    # Where every block lies within a page, its cells are one aligned load and its page is looked up once a page.
-    ALIGNED: tl.constexpr = PAGE_CELLS % BLOCK == 0  # noqa: N806
-    if ALIGNED:
-        low = low // BLOCK * BLOCK  # as it is; so that the compiler knows
-    if PDL:
-        if ALIGNED and PADDED_K >= LINE and PADDED_V >= LINE:
-            position = low + tl.arange(0, BLOCK)
-            near_at = pages + page_number * PAGE_CELLS + position % PAGE_CELLS
-            near = tl.load(near_at, mask=position < high, other=0).to(tl.int64)
-            k_line = near[:, None] * key_row_stride + kv_head * key_head_stride
-            v_line = near[:, None] * value_row_stride + kv_head * value_head_stride
-            fetch_ahead(keys + k_line + (tl.arange(0, PADDED_K // LINE) * LINE)[None, :])
-            fetch_ahead(values + v_line + (tl.arange(0, PADDED_V // LINE) * LINE)[None, :])
-        gdc_wait()
-
-    # FP8 becomes float16 in one instruction and bfloat16 in four, and both hold all of it. A query beyond float16's
-    # range, which is none that was meant, turns its row NaN.
-    own: tl.constexpr = tl.float16 if keys.dtype.element_ty.is_fp8() else query.dtype.element_ty
-    operand: tl.constexpr = tl.float32 if UPCAST else own
-    k_lane = tl.arange(0, PADDED_K)
-    v_lane = tl.arange(0, PADDED_V)
-    q = tl.load(
-        query + row[:, None].to(tl.int64) * query_row_stride + head[:, None] * query_head_stride + k_lane[None, :],
-        mask=is_row[:, None] & (k_lane < K_DIM)[None, :],
-        other=0.0,
-    ).to(operand)
-    peak = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    weighted = tl.zeros([M, PADDED_V], tl.float32)
-    for page in range(low // PAGE_CELLS if ALIGNED else 0, tl.cdiv(high, PAGE_CELLS) if ALIGNED else 1):
-        page_low = low
-        page_high = high
-        cells = pages
-        if ALIGNED:
-            page_low = tl.maximum(low, page * PAGE_CELLS)
-            page_high = tl.minimum(high, (page + 1) * PAGE_CELLS)
-            cells += (page_number - page) * PAGE_CELLS
-            is_more = (page + 1) * PAGE_CELLS < high
-            page_number = tl.load(page_table + owner * page_table_stride + page + 1, mask=is_more, other=0).to(tl.int64)
-        # The cells of the next block are looked up while this one's K/V are under way.
-        cell = _cells_at(cells, page_table, owner, page_table_stride, page_low, page_high, ALIGNED, PAGE_CELLS, BLOCK)
-        for block in range(page_low, page_high, BLOCK):
-            position = block + tl.arange(0, BLOCK)
-            is_cell = (position >= first) & (position < high)
-            following = _cells_at(
-                cells, page_table, owner, page_table_stride, block + BLOCK, page_high, ALIGNED, PAGE_CELLS, BLOCK
-            )
-            k = tl.load(
-                keys + cell[None, :] * key_row_stride + kv_head * key_head_stride + k_lane[:, None],
-                mask=is_cell[None, :] & (k_lane < K_DIM)[:, None],
-                other=0.0,
-            ).to(operand)
-            scores = tl.dot(q, k, input_precision="ieee")
-            if HAS_SOFTCAP:
-                # tanh(x) from 2 ** -|x|, which never overflows.
-                scores *= scale
-                falling = tl.exp2(tl.abs(scores) * (-2.0 * LOG2E / softcap))
-                scores = tl.where(scores < 0, -softcap, softcap) * (1.0 - falling) / (1.0 + falling) * LOG2E
-            else:
-                scores *= scale * LOG2E
-            if ROWS == 1 or block < common or block + BLOCK > common_end:
-                sees = (position[None, :] >= start[:, None]) & (position[None, :] < end[:, None])
-                scores = tl.where(is_cell[None, :] & sees, scores, -float("inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # A row that has seen nothing yet has no peak: subtract 0 instead of -inf - -inf.
-            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-            weights = tl.exp2(scores - base[:, None])
-            decay = tl.exp2(peak - base)
-            v = tl.load(
-                values + cell[:, None] * value_row_stride + kv_head * value_head_stride + v_lane[None, :],
-                mask=is_cell[:, None] & (v_lane < V_DIM)[None, :],
-                other=0.0,
-            ).to(operand)
-            weighted = weighted * decay[:, None] + tl.dot(weights.to(operand), v, input_precision="ieee")
-            total = total * decay + tl.sum(weights, 1)
-            peak = new_peak
-            cell = following
-
-    if PDL:
-        gdc_launch_dependents()
-    if HAS_VALUE_SCALE:
-        weighted *= value_scale
-    if num_pieces == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-            base = tl.maximum(peak, sink)
-            decay = tl.exp2(peak - base)
-            total = total * decay + tl.exp2(sink - base)
-            weighted = weighted * decay[:, None]
-        total = tl.where(is_row, total, 1.0)  # lanes without a row have seen nothing: not 0 / 0
-        place = row.to(tl.int64) * (num_kv_heads * GROUP) + head
-        tl.store(
-            out + place[:, None] * V_DIM + v_lane[None, :],
-            (weighted / total[:, None]).to(out.dtype.element_ty),
-            mask=is_row[:, None] & (v_lane < V_DIM)[None, :],
-        )
+    at = tl.program_id(1)
+    if IN_SHARES:
+        behind = tl.load(shares + at + 1)
+        at = tl.load(shares + at)
     else:
-        # A row that sees no cell of the piece has peak -inf and sum 0; its values are neither written nor read.
-        at = (slot.to(tl.int64) * num_kv_heads + kv_head) * (ROWS * GROUP) + m
-        tl.store(peaks + at, peak, mask=is_row)
-        tl.store(sums + at, total, mask=is_row)
-        tl.store(
-            outs + at[:, None] * V_DIM + v_lane[None, :],
-            weighted,
-            mask=(is_row & (peak > -float("inf")))[:, None] & (v_lane < V_DIM)[None, :],
-        )
-        counter = counters + group * num_kv_heads + kv_head
-        tl.debug_barrier()  # every thread's part is written before one of them says so
-        if tl.atomic_add(counter, 1) == num_pieces - 1:
-            tl.store(counter, 0)
-            # The group's pieces have neighbouring slots, and each K/V head its share of every slot.
-            stride = num_kv_heads * (ROWS * GROUP)
-            mine = ((slot - number).to(tl.int64) * num_kv_heads + kv_head) * (ROWS * GROUP)
-            if ROWS == 1:
-                # Many heads, as over one K/V head, are merged in a loop: 71 written out take half a minute to compile.
-                AT_ONCE: tl.constexpr = GROUP if GROUP <= WRITTEN_OUT else 1  # noqa: N806
-                for first_member in range(0, GROUP, AT_ONCE):
-                    for member in tl.static_range(AT_ONCE):
-                        head_in = first_member + member
-                        head_at = kv_head * GROUP + head_in
-                        place_at = first_row.to(tl.int64) * (num_kv_heads * GROUP) + head_at
-                        merge_one(
-                            peaks,
-                            sums,
-                            outs,
-                            sinks,
-                            out,
-                            mine + head_in,
-                            stride,
-                            num_pieces,
-                            place_at,
-                            head_at,
-                            V_DIM,
-                            PADDED_V,
-                            HAS_SINKS,
-                        )
-            else:
-                merge_tile(
-                    peaks,
-                    sums,
-                    outs,
-                    sinks,
-                    out,
-                    mine + m,
-                    stride,
-                    num_pieces,
-                    row.to(tl.int64) * (num_kv_heads * GROUP) + head,
-                    head,
-                    is_row,
-                    M,
-                    V_DIM,
-                    PADDED_V,
-                    HAS_SINKS,
+        behind = at + (tl.load(table + at * FIELDS) >= 0).to(tl.int32)
+    if PDL and at == behind:
+        gdc_wait()  # what is launched behind relies on all that came before
+    for index in range(at, behind):
+        piece = table + index * FIELDS
+        group = tl.load(piece)
+        number = tl.load(piece + 1)
+        num_pieces = tl.load(piece + 2)
+        slot = tl.load(piece + 3)
+        owner = tl.load(piece + 4)
+        low = tl.load(piece + 5)
+        high = tl.load(piece + 6)
+        page_number = tl.load(piece + 7).to(tl.int64)
+        first_row = group if ROWS == 1 else group // 2 * ROWS
+
+        m = tl.arange(0, M)
+        row = first_row + m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        is_row = (m < ROWS * GROUP) & (row < width)
+        if ROWS > 1:
+            is_row &= tl.load(table_row + row, mask=is_row, other=-1) == owner
+        start = tl.load(starts + row, mask=is_row, other=2147483647)
+        end = tl.where(is_row, start + tl.load(counts + row, mask=is_row, other=0), 0)
+        first = tl.min(start, 0)
+        # What every row sees: most blocks of a tile lie within, and need no look at who sees which cell.
+        common = tl.max(tl.where(is_row, start, 0), 0)
+        common_end = tl.min(tl.where(is_row, end, 2147483647), 0)
+        # Where every block lies within a page, its cells are one aligned load and its page is looked up once a page.
+        ALIGNED: tl.constexpr = PAGE_CELLS % BLOCK == 0  # noqa: N806
+        if ALIGNED:
+            low = low // BLOCK * BLOCK  # as it is; so that the compiler knows
+        if PDL:
+            if ALIGNED and PADDED_K >= LINE and PADDED_V >= LINE:
+                position = low + tl.arange(0, BLOCK)
+                near_at = pages + page_number * PAGE_CELLS + position % PAGE_CELLS
+                near = tl.load(near_at, mask=position < high, other=0).to(tl.int64)
+                k_line = near[:, None] * key_row_stride + kv_head * key_head_stride
+                v_line = near[:, None] * value_row_stride + kv_head * value_head_stride
+                fetch_ahead(keys + k_line + (tl.arange(0, PADDED_K // LINE) * LINE)[None, :])
+                fetch_ahead(values + v_line + (tl.arange(0, PADDED_V // LINE) * LINE)[None, :])
+            gdc_wait()
+
+        # FP8 becomes float16 in one instruction and bfloat16 in four, and both hold all of it. A query beyond float16's
+        # range, which is none that was meant, turns its row NaN.
+        own: tl.constexpr = tl.float16 if keys.dtype.element_ty.is_fp8() else query.dtype.element_ty
+        operand: tl.constexpr = tl.float32 if UPCAST else own
+        k_lane = tl.arange(0, PADDED_K)
+        v_lane = tl.arange(0, PADDED_V)
+        q = tl.load(
+            query + row[:, None].to(tl.int64) * query_row_stride + head[:, None] * query_head_stride + k_lane[None, :],
+            mask=is_row[:, None] & (k_lane < K_DIM)[None, :],
+            other=0.0,
+        ).to(operand)
+        peak = tl.full([M], -float("inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        weighted = tl.zeros([M, PADDED_V], tl.float32)
+        for page in range(low // PAGE_CELLS if ALIGNED else 0, tl.cdiv(high, PAGE_CELLS) if ALIGNED else 1):
+            page_low = low
+            page_high = high
+            cells = pages
+            if ALIGNED:
+                page_low = tl.maximum(low, page * PAGE_CELLS)
+                page_high = tl.minimum(high, (page + 1) * PAGE_CELLS)
+                cells += (page_number - page) * PAGE_CELLS
+                is_more = (page + 1) * PAGE_CELLS < high
+                page_number = tl.load(page_table + owner * page_table_stride + page + 1, mask=is_more, other=0).to(
+                    tl.int64
                 )
+            # The cells of the next block are looked up while this one's K/V are under way.
+            cell = _cells_at(
+                cells, page_table, owner, page_table_stride, page_low, page_high, ALIGNED, PAGE_CELLS, BLOCK
+            )
+            for block in range(page_low, page_high, BLOCK):
+                position = block + tl.arange(0, BLOCK)
+                is_cell = (position >= first) & (position < high)
+                following = _cells_at(
+                    cells, page_table, owner, page_table_stride, block + BLOCK, page_high, ALIGNED, PAGE_CELLS, BLOCK
+                )
+                k = tl.load(
+                    keys + cell[None, :] * key_row_stride + kv_head * key_head_stride + k_lane[:, None],
+                    mask=is_cell[None, :] & (k_lane < K_DIM)[:, None],
+                    other=0.0,
+                ).to(operand)
+                scores = tl.dot(q, k, input_precision="ieee")
+                if HAS_SOFTCAP:
+                    # tanh(x) from 2 ** -|x|, which never overflows.
+                    scores *= scale
+                    falling = tl.exp2(tl.abs(scores) * (-2.0 * LOG2E / softcap))
+                    scores = tl.where(scores < 0, -softcap, softcap) * (1.0 - falling) / (1.0 + falling) * LOG2E
+                else:
+                    scores *= scale * LOG2E
+                if ROWS == 1 or block < common or block + BLOCK > common_end:
+                    sees = (position[None, :] >= start[:, None]) & (position[None, :] < end[:, None])
+                    scores = tl.where(is_cell[None, :] & sees, scores, -float("inf"))
+                new_peak = tl.maximum(peak, tl.max(scores, 1))
+                # A row that has seen nothing yet has no peak: subtract 0 instead of -inf - -inf.
+                base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+                weights = tl.exp2(scores - base[:, None])
+                decay = tl.exp2(peak - base)
+                v = tl.load(
+                    values + cell[:, None] * value_row_stride + kv_head * value_head_stride + v_lane[None, :],
+                    mask=is_cell[:, None] & (v_lane < V_DIM)[None, :],
+                    other=0.0,
+                ).to(operand)
+                weighted = weighted * decay[:, None] + tl.dot(weights.to(operand), v, input_precision="ieee")
+                total = total * decay + tl.sum(weights, 1)
+                peak = new_peak
+                cell = following
+
+        if PDL:
+            gdc_launch_dependents()
+        if HAS_VALUE_SCALE:
+            weighted *= value_scale
+        if num_pieces == 1:
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+                base = tl.maximum(peak, sink)
+                decay = tl.exp2(peak - base)
+                total = total * decay + tl.exp2(sink - base)
+                weighted = weighted * decay[:, None]
+            total = tl.where(is_row, total, 1.0)  # lanes without a row have seen nothing: not 0 / 0
+            place = row.to(tl.int64) * (num_kv_heads * GROUP) + head
+            tl.store(
+                out + place[:, None] * V_DIM + v_lane[None, :],
+                (weighted / total[:, None]).to(out.dtype.element_ty),
+                mask=is_row[:, None] & (v_lane < V_DIM)[None, :],
+            )
+        else:
+            # A row that sees no cell of the piece has peak -inf and sum 0; its values are neither written nor read.
+            mine = (slot.to(tl.int64) * num_kv_heads + kv_head) * (ROWS * GROUP) + m
+            tl.store(peaks + mine, peak, mask=is_row)
+            tl.store(sums + mine, total, mask=is_row)
+            tl.store(
+                outs + mine[:, None] * V_DIM + v_lane[None, :],
+                weighted,
+                mask=(is_row & (peak > -float("inf")))[:, None] & (v_lane < V_DIM)[None, :],
+            )
+            counter = counters + group * num_kv_heads + kv_head
+            tl.debug_barrier()  # every thread's part is written before one of them says so
+            if tl.atomic_add(counter, 1) == num_pieces - 1:
+                tl.store(counter, 0)
+                # The group's pieces have neighbouring slots, and each K/V head its share of every slot.
+                stride = num_kv_heads * (ROWS * GROUP)
+                whole = ((slot - number).to(tl.int64) * num_kv_heads + kv_head) * (ROWS * GROUP)
+                if ROWS == 1:
+                    # Many heads, as over one K/V head, are merged in a loop: 71 written out compile half a minute.
+                    AT_ONCE: tl.constexpr = GROUP if GROUP <= WRITTEN_OUT else 1  # noqa: N806
+                    for first_member in range(0, GROUP, AT_ONCE):
+                        for member in tl.static_range(AT_ONCE):
+                            head_in = first_member + member
+                            head_at = kv_head * GROUP + head_in
+                            place_at = first_row.to(tl.int64) * (num_kv_heads * GROUP) + head_at
+                            merge_one(
+                                peaks,
+                                sums,
+                                outs,
+                                sinks,
+                                out,
+                                whole + head_in,
+                                stride,
+                                num_pieces,
+                                place_at,
+                                head_at,
+                                V_DIM,
+                                PADDED_V,
+                                HAS_SINKS,
+                            )
+                else:
+                    merge_tile(
+                        peaks,
+                        sums,
+                        outs,
+                        sinks,
+                        out,
+                        whole + m,
+                        stride,
+                        num_pieces,
+                        row.to(tl.int64) * (num_kv_heads * GROUP) + head,
+                        head,
+                        is_row,
+                        M,
+                        V_DIM,
+                        PADDED_V,
+                        HAS_SINKS,
+                    )
 
 
 @triton.jit

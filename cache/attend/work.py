@@ -1,11 +1,16 @@
-"""Cuts the runs of a step into pieces of like size, on the device: what one program of attention then works through.
+"""Divides the runs of a step among the programs of attention, on the device.
 
-    runs     a ############  b ##  c ######         pieces of 4 blocks:  a0 a1 a2 | b0 | c0 c1
+    runs       a ############  b ##  c ######
+    shares     |  a0  |  a1 b0  |  c0  |          rows that run alone: equal stretches of all runs end to end
+    pieces     a0 a1 a2 | b0 | c0 c1              tiles: equal pieces of each run, every one a program's
 
 Rows of one step read runs of any lengths, so a fixed number of parts a row leaves most programs with little to do while
-the longest run is read by few. Here the cells of the step are divided by the number of pieces that fill the GPU, and
-every run gets as many equal pieces of about that size as it needs. The grid holds the most pieces that can come of it,
-which the width alone tells, so that a captured graph serves any mix; programs past the last piece end at once.
+the longest run is read by few. Rows that run alone wait for memory: as many programs as run at once, each with as many
+cells as any other, read at full speed to the end. What a program reads of one run is a piece here, too.
+A tile's results are many, so it is cut only where there are too few of them; long pieces come first.
+
+The grid holds the most programs that can come of it, which the width alone tells, so that a captured graph serves any
+mix; those without a piece end at once.
 """
 
 # Triton is not typed, and a kernel's arguments are pointers and compile-time constants.
@@ -15,6 +20,7 @@ which the width alone tells, so that a captured graph serves any mix; programs p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -25,8 +31,12 @@ from cache.step import CellStep
 
 ROWS_AT_ONCE = 1024
 """Rows that the one program of `_cut` looks at in a turn."""
+GAP = tl.constexpr(1)
+"""Blocks that the beginning and end of a piece cost as much time as."""
+MANY = tl.constexpr(4)
+"""Blocks of a share from which on that is counted."""
 RANKS = tl.constexpr(4)
-"""Pieces are handed out by length, roughly, so that programs that end last have little left to do."""
+"""Pieces of tiles are handed out by length, roughly, so that programs that end last have little left to do."""
 SHARED_ROWS = tl.constexpr(4)
 """Rows of a sequence from which on it is worth their while to share a tile."""
 SMALL = tl.constexpr(256)
@@ -47,11 +57,12 @@ class Pieces:
     last one's (2 * tile + 1). Where prompts meet in a tile, it is both.
     """
 
-    most: int
-    """Pieces that there can be."""
+    programs: int
+    """Of each K/V head."""
     most_slots: int
     """Pieces of groups that have several, at most."""
-    table: torch.Tensor  # [most, FIELDS] i32, the long ones first
+    table: torch.Tensor  # [pieces, FIELDS] i32
+    shares: torch.Tensor | None  # [programs + 1] i32: each program's first piece; None: program p has piece p, if any
     counters: torch.Tensor  # [groups * K/V heads] i32: pieces of each that are done; zero before and after a launch
 
 
@@ -60,8 +71,8 @@ def pieces_of(
 ) -> Pieces:
     """The step's pieces, cut by its first layer and kept for the others.
 
-    wanted: pieces to divide the cells into, up to twice as many where runs are uneven; each group adds at most one.
-    None: each run is cut by its own length alone, whatever the others are.
+    wanted: programs among which the cells are divided, of each K/V head. Tiles: pieces, up to twice as many where runs
+    are uneven; each group adds at most one. None: each row's run is cut by its own length alone, whatever the others.
     rows_each: 1, for rows that are in no group of a tile, or tile_rows, for the groups of tiles. block: cells that a
     piece is a multiple of.
     Made inside a capture, they belong to that graph, which cuts each step anew: a step is captured once.
@@ -79,39 +90,122 @@ def pieces_of(
 def _make(
     step: CellStep, reach: Reach, wanted: int | None, rows_each: int, tile_rows: int, block: int, num_kv_heads: int
 ) -> Pieces:
-    device = step.table_row.device
     run = step.runs[reach]
-    groups = step.width if rows_each == 1 else 2 * triton.cdiv(step.width, rows_each)
-    # A group of `span` cells gets span / size pieces, rounded and at least one, and `size` is at least half of what the
-    # spans of all are over `wanted`. Where a group gets two or more, they are at most 4 / 3 of span / size.
-    most, most_slots = (groups + 2 * wanted, 3 * wanted) if wanted else (groups * MOST_ALONE.value,) * 2
-    table = torch.empty(most, FIELDS.value, dtype=torch.int32, device=device)
     page_cells = step.pages.shape[1]
-    _cut[(1,)](
-        step.table_row,
-        run.start,
-        run.count,
-        step.page_table,
-        table,
-        step.width,
-        most,
-        wanted or 1,
-        step.page_table.stride(0),
-        ALONE=wanted is None,
-        ROWS=rows_each,
-        TILE=tile_rows,
-        UNIT=block,
-        PAGE_CELLS=page_cells if page_cells % block == 0 else 0,
-        AT_ONCE=ROWS_AT_ONCE,
-        num_warps=8,
-    )
+    runs = (step.table_row, run.start, run.count, step.page_table)
+    shape = {
+        "TILE": tile_rows,
+        "UNIT": block,
+        "PAGE_CELLS": page_cells if page_cells % block == 0 else 0,
+        "AT_ONCE": ROWS_AT_ONCE,
+        "num_warps": 8,
+    }
+    groups = step.width if rows_each == 1 else 2 * triton.cdiv(step.width, rows_each)
+    new = partial(torch.empty, dtype=torch.int32, device=step.table_row.device)
+    shares: torch.Tensor | None = None
+    if rows_each == 1 and wanted is not None:
+        # Between two shares lies the end of one piece and the beginning of another.
+        programs, most_slots = wanted, 2 * wanted
+        table, shares = new(groups + wanted, FIELDS.value), new(wanted + 1)
+        _share[(1,)](*runs, table, shares, step.width, wanted, step.page_table.stride(0), **shape)
+    else:
+        # A group of `span` cells gets span / size pieces, rounded and at least one, and `size` is at least half of what
+        # the spans of all are over `wanted`. Where a group gets two or more, they are at most 4 / 3 of span / size.
+        programs, most_slots = (groups + 2 * wanted, 3 * wanted) if wanted else (groups * MOST_ALONE.value,) * 2
+        table = new(programs, FIELDS.value)
+        _cut[(1,)](
+            *runs,
+            table,
+            step.width,
+            programs,
+            wanted or 1,
+            step.page_table.stride(0),
+            ALONE=wanted is None,
+            ROWS=rows_each,
+            **shape,
+        )
     # Behind the cut, whatever this costs: attention reads the table ahead of its wait for the launch before it, which
     # must not be the one that writes it (launch.py).
-    counters = torch.zeros(groups * num_kv_heads, dtype=torch.int32, device=device)
-    return Pieces(most, most_slots, table, counters)
+    counters = torch.zeros(groups * num_kv_heads, dtype=torch.int32, device=table.device)
+    return Pieces(programs, most_slots, table, shares, counters)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
+def _share(
+    table_row,  # [W] i32
+    starts,  # [W] i32
+    counts,  # [W] i32
+    page_table,  # [sequences, pages] i32
+    table,  # [W + programs, FIELDS] i32
+    shares,  # [programs + 1] i32
+    width,
+    programs,
+    page_table_stride,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAGE_CELLS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One program. Blocks of all runs lie end to end, with a gap behind each; a share is `size` of them.
+
+    i32 is enough: 61,440 rows, which are the most, of 2 M tokens each.
+    """
+    ALIGN: tl.constexpr = UNIT if PAGE_CELLS else 1  # noqa: N806
+    length = 0
+    runs = 0
+    for low in range(0, width, AT_ONCE):
+        first, last, _, is_here = _groups(table_row, starts, counts, low, width, 1, TILE, ALIGN, AT_ONCE)
+        length += tl.sum(tl.where(is_here, tl.cdiv(last - first, UNIT), 0), 0)
+        runs += tl.sum(is_here.to(tl.int32), 0)
+    # Few blocks are all begun at once. A share of more holds one at least beside the gap.
+    gap = tl.where(length > programs * MANY, GAP, 0)
+    length += gap * runs
+    size = tl.maximum(tl.cdiv(length, programs), 1)
+
+    offset = 0
+    done = 0
+    slots = 0
+    for low in range(0, width, AT_ONCE):
+        first, last, owner, is_here = _groups(table_row, starts, counts, low, width, 1, TILE, ALIGN, AT_ONCE)
+        blocks = tl.cdiv(last - first, UNIT)
+        taken = tl.where(is_here, blocks + gap, 0)
+        begin = offset + tl.cumsum(taken, 0) - taken  # of the run on the line
+        offset += tl.sum(taken, 0)
+        share = begin // size  # of its first piece
+        pieces = tl.where(is_here, (begin + blocks - 1) // size - share + 1, 0)
+        parted = tl.where(pieces > 1, pieces, 0)
+        slot = slots + tl.cumsum(parted, 0) - parted
+        slots += tl.sum(parted, 0)
+        place = done + tl.cumsum(pieces, 0) - pieces
+        done += tl.sum(pieces, 0)
+        group = low + tl.arange(0, AT_ONCE)
+        # A run's first piece is its share's first too, where the run before it ends in an earlier share.
+        is_first = begin - 1 - gap < share * size
+        for number in range(tl.max(pieces, 0)):
+            is_piece = number < pieces
+            here = share + number
+            lowest = tl.maximum(here * size - begin, 0) * UNIT
+            highest = tl.minimum((here + 1) * size - begin, blocks) * UNIT
+            tl.store(shares + here, place + number, mask=is_piece & (is_first | (number > 0)))
+            _store_piece(
+                table + (place + number) * FIELDS,
+                group,
+                number,
+                pieces,
+                slot + number,
+                owner,
+                first + lowest,
+                tl.minimum(first + highest, last),
+                is_piece,
+            )
+    unused = tl.where(length > 0, (length - 1 - gap) // size + 1, 0)  # the share behind the last that has a piece
+    for low in range(0, programs + 1, AT_ONCE):
+        rest = low + tl.arange(0, AT_ONCE)
+        tl.store(shares + rest, rest * 0 + done, mask=(rest >= unused) & (rest <= programs))
+    _look_up_pages(table, done, page_table, page_table_stride, PAGE_CELLS, AT_ONCE)
+
+
+@triton.jit(do_not_specialize=["width", "most"])
 def _cut(
     table_row,  # [W] i32
     starts,  # [W] i32
@@ -172,21 +266,48 @@ def _cut(
                 group = low // ROWS * 2 + tl.arange(0, AT_ONCE // ROWS * 2)
             for number in range(tl.max(pieces, 0)):
                 is_piece = number < pieces
-                at = table + place + number * FIELDS
                 begin = first + number * each
-                tl.store(at, group, mask=is_piece)
-                tl.store(at + 1, pieces * 0 + number, mask=is_piece)
-                tl.store(at + 2, pieces, mask=is_piece)
-                tl.store(at + 3, slot + number, mask=is_piece)
-                tl.store(at + 4, owner, mask=is_piece)
-                tl.store(at + 5, begin, mask=is_piece)
-                tl.store(at + 6, tl.minimum(begin + each, last), mask=is_piece)
-                if PAGE_CELLS:
-                    page_at = page_table + owner.to(tl.int64) * page_table_stride + begin // PAGE_CELLS
-                    tl.store(at + 7, tl.load(page_at, mask=is_piece, other=0), mask=is_piece)
+                _store_piece(
+                    table + place + number * FIELDS,
+                    group,
+                    number,
+                    pieces,
+                    slot + number,
+                    owner,
+                    begin,
+                    tl.minimum(begin + each, last),
+                    is_piece,
+                )
     for low in range(done, most, AT_ONCE):
         rest = low + tl.arange(0, AT_ONCE)
         tl.store(table + rest * FIELDS, rest * 0 - 1, mask=rest < most)
+    _look_up_pages(table, done, page_table, page_table_stride, PAGE_CELLS, AT_ONCE)
+
+
+@triton.jit
+def _store_piece(at, group, number, pieces, slot, owner, first, last, is_piece):
+    """One piece of each group that has one, but for its page. All [n] except `number`; at: where each goes."""
+    tl.store(at, group, mask=is_piece)
+    tl.store(at + 1, pieces * 0 + number, mask=is_piece)
+    tl.store(at + 2, pieces, mask=is_piece)
+    tl.store(at + 3, slot, mask=is_piece)
+    tl.store(at + 4, owner, mask=is_piece)
+    tl.store(at + 5, first, mask=is_piece)
+    tl.store(at + 6, last, mask=is_piece)
+
+
+@triton.jit
+def _look_up_pages(table, done, page_table, page_table_stride, PAGE_CELLS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Of all pieces at once: one by one, a run of many would wait for memory as often."""
+    tl.debug_barrier()  # every thread's part of the table is written
+    for low in range(0, done if PAGE_CELLS else 0, AT_ONCE):
+        index = low + tl.arange(0, AT_ONCE)
+        is_piece = index < done
+        piece = table + index * FIELDS
+        owner = tl.load(piece + 4, mask=is_piece, other=0, cache_modifier=".cg")
+        first = tl.load(piece + 5, mask=is_piece, other=0, cache_modifier=".cg")
+        page_at = page_table + owner.to(tl.int64) * page_table_stride + first // (PAGE_CELLS if PAGE_CELLS else 1)
+        tl.store(piece + 7, tl.load(page_at, mask=is_piece, other=0), mask=is_piece)
 
 
 @triton.jit

@@ -134,18 +134,15 @@ def test_nan_in_cells_nobody_reads_never_leaks() -> None:
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.03, 5.0])
 def test_rows_are_stored_as_on_the_cpu_and_cut_to_the_range(scale: float, dtype: torch.dtype) -> None:
-    """Bytes alike, but where a scaled number lies in the middle between two: its last bit says which is nearer."""
+    """Bytes alike, but for a NaN, which two bytes stand for."""
     new = (torch.randn(64, 2, 64) * 200).to(dtype)
     new[0, 0, :4] = torch.tensor([6e4, -6e4, torch.inf, torch.nan])
     rows = torch.randperm(99)[:64]
     mine, theirs = torch.zeros(99, 2, 64, device="cuda").to(FP8), torch.zeros(99, 2, 64).to(FP8)
     store_rows(mine, rows.cuda(), new.cuda(), scale)
     store_rows(theirs, rows, new, scale)
-    differs = (raw(mine).cpu() != raw(theirs))[rows]
-    exact = (new.double() / scale)[differs]
-    own, other = (stored.cpu().double()[rows][differs] for stored in (mine, theirs))
-    torch.testing.assert_close(own - exact, exact - other, rtol=1e-5, atol=0.0)
-    assert scale != 1.0 or not differs.any()
+    alike = raw(mine).cpu() == raw(theirs)
+    assert (alike | mine.cpu().float().isnan() & theirs.float().isnan()).all()
     assert mine.float()[rows[0].item(), 0, :4].tolist()[:3] == [448.0, -448.0, 448.0]
     assert int(mine.float().isnan().sum()) == 1
 
@@ -258,7 +255,8 @@ def test_growth_keeps_what_is_stored() -> None:
         for each, old in zip((*pool.keys, *pool.values), before, strict=True):
             assert torch.equal(raw(each)[:513], old)
             raw(each)[-1].fill_(5)
-        assert pool.allocated_bytes < 1.05 * (1 << 16) * geometry.bytes_per_cell(FP8)
+        granule = 2 << 20  # each of the four tensors ends in one, for its scratch row
+        assert pool.allocated_bytes <= (1 << 16) * geometry.bytes_per_cell(FP8) + 4 * granule
 
 
 def test_rings_in_fp8_read_what_flat_cells_would() -> None:
