@@ -14,11 +14,14 @@ from functools import partial
 import torch
 
 from cache.step import CellStep
-from static_graphs.captured_heads import ROWS, CapturedHeads
+from static_graphs.ahead import run_at_once
+from static_graphs.captured_heads import ROWS, CapturedHeads, rehearse_draws
 from static_graphs.forwards import Forwards, Model, Scores
 from static_graphs.graphs import captured, frozen_garbage
+from static_graphs.kernels.compilations import compilations
 from static_graphs.methods import Method, StepSlice
 from static_graphs.taps import Taps
+from static_graphs.tilings import kernel_rows
 
 
 class CapturedForwards(Forwards):
@@ -66,11 +69,14 @@ class CapturedForwards(Forwards):
         with frozen_garbage():
             for done, width in enumerate(self._widths):
                 progress("capturing graphs", done, total)
-                with prepared_step(width) as step:
+                with compilations() as compiled, prepared_step(width) as step:
                     tokens, positions = self._tokens[:width], self._positions[:width]
                     run = partial(self._run_body, tokens, positions, step)
                     self._graphs[width], self._hidden[width] = captured(run, memory)
                     self.captures += 1
+                if done == 0 and compiled and self._taps is None:
+                    progress("compiling kernels", 0, 1)
+                    self._compile_ahead(prepared_step)
             heads = CapturedHeads(self.model, self._hidden[self._widths[0]], memory, self._ladder)
             for done, rows in enumerate(reversed(heads.rows), len(self._widths)):
                 progress("capturing graphs", done, total)
@@ -78,6 +84,19 @@ class CapturedForwards(Forwards):
                 self.captures += 1
             self._heads = heads
             progress("capturing graphs", total, total)
+
+    def _compile_ahead(self, prepared_step: Callable[[int], AbstractContextManager[CellStep]]) -> None:
+        """Launch what the other captures will, several at once. Behind the capture of the widest body."""
+        hidden = self._hidden[self._widths[0]]
+        jobs: list[Callable[[], object]] = []
+        for has_cuts in (True, False):  # first, for these take longest
+            jobs.append(partial(rehearse_draws, self.model, hidden[:1], has_cuts))
+        for width in _one_a_kernel(self._widths[1:]):
+            with prepared_step(width) as step:
+                # Its tensors stay where they are, and whatever step they hold by then is one that can be run.
+                jobs.append(partial(self.model.hidden, self._tokens[:width], self._positions[:width], step))
+        jobs += [partial(self.model.logits, hidden[:rows]) for rows in _one_a_kernel(self._ladder)]
+        run_at_once(jobs, hidden.device)
 
     def graph(self, width: int) -> torch.cuda.CUDAGraph:
         """The captured body of a width, for whoever times it."""
@@ -104,3 +123,9 @@ class CapturedForwards(Forwards):
             return super()._scores(hidden, selected, rows, name)
         self._check_logits(scores.logits, len(selected), name)
         return scores.first(rows)
+
+
+def _one_a_kernel(row_counts: Sequence[int]) -> list[int]:
+    """Of those that one kernel serves, one."""
+    chosen = {kernel_rows(rows): rows for rows in row_counts}
+    return [rows for kernel, rows in chosen.items() if kernel is not None]

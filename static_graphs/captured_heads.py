@@ -21,6 +21,18 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """A head waits for its weights, so that few rows too many cost little."""
 
 
+def _route(has_cuts: bool) -> Route:
+    return Route(True, 0, has_top_k=has_cuts, has_top_p=has_cuts, has_min_p=True)
+
+
+def rehearse_draws(model: Model, hidden: torch.Tensor, has_cuts: bool) -> None:
+    """Launch what a head's argmax and one of its draws consist of, for whatever rows hidden [R, hidden] holds."""
+    logits = model.logits(hidden)
+    Best.of(logits)
+    packed = torch.zeros(SampleInputs.PACKED, ROWS[-1], dtype=torch.int64, device=hidden.device)
+    sample(logits, SampleInputs.unpacked(packed[:, : len(hidden)]), _route(has_cuts))
+
+
 class CapturedHeads:
     """Captured widest first, in the memory pool of the bodies. Each writes the same memory again when it runs."""
 
@@ -48,8 +60,7 @@ class CapturedHeads:
         logits = self._scores[rows].logits
         inputs = SampleInputs.unpacked(self._inputs[:, :rows])
         for has_cuts in (False, True):
-            route = Route(True, 0, has_top_k=has_cuts, has_top_p=has_cuts, has_min_p=True)
-            self._draws[rows, has_cuts] = captured(partial(sample, logits, inputs, route), self._memory)
+            self._draws[rows, has_cuts] = captured(partial(sample, logits, inputs, _route(has_cuts)), self._memory)
 
     def run(self, hidden: torch.Tensor, selected: torch.Tensor) -> Scores | None:
         """hidden [W, hidden], selected [R] i64 -> of the R rows, until any head runs again; None: too many rows."""

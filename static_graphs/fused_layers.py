@@ -118,17 +118,15 @@ class Flow:
     """
 
     def __init__(self) -> None:
-        self._output: torch.Tensor | None = None
-        self._normed: torch.Tensor | None = None
+        self._left: tuple[torch.Tensor, torch.Tensor] | None = None  # one value: launches on threads may meet here
 
     def leave(self, output: torch.Tensor, normed: torch.Tensor) -> None:
-        self._output, self._normed = output, normed
+        self._left = output, normed
 
     def take(self, given: torch.Tensor) -> torch.Tensor | None:
         """[R, N], or None where `given` is not the tensor that was left. Nothing is kept after it."""
-        normed = self._normed if given is self._output else None
-        self._output = self._normed = None
-        return normed
+        left, self._left = self._left, None
+        return left[1] if left is not None and left[0] is given else None
 
 
 class FusedLayer:

@@ -59,6 +59,11 @@ def bucket(rows: int) -> int:
     return 1 if rows == 1 else max(MIN_ROWS, 1 << (rows - 1).bit_length())
 
 
+def kernel_rows(rows: int) -> tuple[int, bool] | None:
+    """Equal for numbers of rows that have the same kernel compute their products. None: cuBLAS computes all of them."""
+    return None if rows > 2 * MAX_ROWS else (bucket(rows), rows == bucket(rows))
+
+
 def shared_bytes(tiling: Tiling, rows: int, *, gated: bool = False) -> int:
     """Shared memory that a program takes for weights of 16 bits, without what it sums up in at its end (less)."""
     if not tiling.is_dot:
