@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cache.attend.launch import LINE, fetch_ahead, overlapped
-from cache.attend.merge import LOG2E, merge_one, merge_tile
+from cache.attend.merge import LOG2E, leave_part
 from cache.attend.work import FIELDS, pieces_of
 from cache.geometry import UNSCALED, KvScales, Reach
 from cache.step import CellStep
@@ -33,8 +33,6 @@ PIECES_PER_MULTIPROCESSOR = 4
 TILE_PIECES_PER_MULTIPROCESSOR = 1
 """Of all K/V heads together. A tile's results are many, so it is cut only where there are too few of them."""
 MIN_TILES = 4
-WRITTEN_OUT = tl.constexpr(8)
-"""Heads of a group whose merges are written out one behind the other."""
 
 
 def attend_cells(
@@ -163,7 +161,7 @@ def block_shape(head_width: int, upcast: bool) -> BlockShape:
     if upcast:
         return BlockShape(16, 32 if head_width <= 128 else 16, 8)
     if head_width <= 128:
-        return BlockShape(64, 64, 4)
+        return BlockShape(64, 64, 4, stages=3)  # long runs gain a tenth by the third, short ones lose a hundredth
     return BlockShape(64, 32, 8) if head_width <= 256 else BlockShape(32, 16, 8)
 
 
@@ -281,10 +279,8 @@ def _attend_pieces(
                 position = low + tl.arange(0, BLOCK)
                 near_at = pages + page_number * PAGE_CELLS + position % PAGE_CELLS
                 near = tl.load(near_at, mask=position < high, other=0).to(tl.int64)
-                k_line = near[:, None] * key_row_stride + kv_head * key_head_stride
-                v_line = near[:, None] * value_row_stride + kv_head * value_head_stride
-                fetch_ahead(keys + k_line + (tl.arange(0, PADDED_K // LINE) * LINE)[None, :])
-                fetch_ahead(values + v_line + (tl.arange(0, PADDED_V // LINE) * LINE)[None, :])
+                _fetch_rows(keys + kv_head * key_head_stride, near, key_row_stride, PADDED_K)
+                _fetch_rows(values + kv_head * value_head_stride, near, value_row_stride, PADDED_V)
             gdc_wait()
 
         # FP8 becomes float16 in one instruction and bfloat16 in four, and both hold all of it. A query beyond float16's
@@ -310,9 +306,8 @@ def _attend_pieces(
                 page_high = tl.minimum(high, (page + 1) * PAGE_CELLS)
                 cells += (page_number - page) * PAGE_CELLS
                 is_more = (page + 1) * PAGE_CELLS < high
-                page_number = tl.load(page_table + owner * page_table_stride + page + 1, mask=is_more, other=0).to(
-                    tl.int64
-                )
+                page_at = page_table + owner * page_table_stride + page + 1
+                page_number = tl.load(page_at, mask=is_more, other=0).to(tl.int64)
             # The cells of the next block are looked up while this one's K/V are under way.
             cell = _cells_at(
                 cells, page_table, owner, page_table_stride, page_low, page_high, ALIGNED, PAGE_CELLS, BLOCK
@@ -373,63 +368,42 @@ def _attend_pieces(
                 mask=is_row[:, None] & (v_lane < V_DIM)[None, :],
             )
         else:
-            # A row that sees no cell of the piece has peak -inf and sum 0; its values are neither written nor read.
-            mine = (slot.to(tl.int64) * num_kv_heads + kv_head) * (ROWS * GROUP) + m
-            tl.store(peaks + mine, peak, mask=is_row)
-            tl.store(sums + mine, total, mask=is_row)
-            tl.store(
-                outs + mine[:, None] * V_DIM + v_lane[None, :],
+            leave_part(
+                peaks,
+                sums,
+                outs,
+                sinks,
+                out,
+                counters,
+                peak,
+                total,
                 weighted,
-                mask=(is_row & (peak > -float("inf")))[:, None] & (v_lane < V_DIM)[None, :],
+                group,
+                number,
+                num_pieces,
+                slot,
+                first_row,
+                row,
+                head,
+                is_row,
+                ROWS,
+                GROUP,
+                M,
+                V_DIM,
+                PADDED_V,
+                HAS_SINKS,
             )
-            counter = counters + group * num_kv_heads + kv_head
-            tl.debug_barrier()  # every thread's part is written before one of them says so
-            if tl.atomic_add(counter, 1) == num_pieces - 1:
-                tl.store(counter, 0)
-                # The group's pieces have neighbouring slots, and each K/V head its share of every slot.
-                stride = num_kv_heads * (ROWS * GROUP)
-                whole = ((slot - number).to(tl.int64) * num_kv_heads + kv_head) * (ROWS * GROUP)
-                if ROWS == 1:
-                    # Many heads, as over one K/V head, are merged in a loop: 71 written out compile half a minute.
-                    AT_ONCE: tl.constexpr = GROUP if GROUP <= WRITTEN_OUT else 1  # noqa: N806
-                    for first_member in range(0, GROUP, AT_ONCE):
-                        for member in tl.static_range(AT_ONCE):
-                            head_in = first_member + member
-                            head_at = kv_head * GROUP + head_in
-                            place_at = first_row.to(tl.int64) * (num_kv_heads * GROUP) + head_at
-                            merge_one(
-                                peaks,
-                                sums,
-                                outs,
-                                sinks,
-                                out,
-                                whole + head_in,
-                                stride,
-                                num_pieces,
-                                place_at,
-                                head_at,
-                                V_DIM,
-                                PADDED_V,
-                                HAS_SINKS,
-                            )
-                else:
-                    merge_tile(
-                        peaks,
-                        sums,
-                        outs,
-                        sinks,
-                        out,
-                        whole + m,
-                        stride,
-                        num_pieces,
-                        row.to(tl.int64) * (num_kv_heads * GROUP) + head,
-                        head,
-                        is_row,
-                        M,
-                        V_DIM,
-                        PADDED_V,
-                        HAS_SINKS,
-                    )
+
+
+@triton.jit
+def _fetch_rows(
+    base,
+    rows,  # [n] i64
+    row_stride,
+    SIZE: tl.constexpr,  # noqa: N803
+):
+    """Have the first SIZE values of these rows brought near."""
+    fetch_ahead(base + rows[:, None] * row_stride + (tl.arange(0, SIZE // LINE) * LINE)[None, :])
 
 
 @triton.jit
