@@ -107,6 +107,8 @@ def test_each_program_has_an_equal_share_of_neighbouring_pieces(seed: int) -> No
     wanted = rng.choice([1, 4, 16, 66])
     pieces, entries, spans = cut(lengths, rows, wanted=wanted, reach=Reach())
     assert pieces.shares is not None
+    if len(lengths) <= wanted and all(entry[2] == 1 for entry in entries):
+        return  # nearly even
     shares = pieces.shares.tolist()
     assert shares[0] == 0
     assert shares[-1] == len(entries)
@@ -123,6 +125,19 @@ def test_each_program_has_an_equal_share_of_neighbouring_pieces(seed: int) -> No
     # A gap may lie on the border of two shares, and count to neither's pieces or to the one behind it.
     assert all(size - gap <= blocks <= size + gap for blocks in used[:-1])
     assert used[-1] <= size + gap
+
+
+def test_nearly_even_runs_that_are_no_more_than_the_programs_stay_whole() -> None:
+    rng = random.Random(0)
+    lengths = [rng.randint(900, 1100) for _ in range(30)]
+    rows = [(owner, length - 1) for owner, length in enumerate(lengths)]
+    pieces, entries, spans = cut(lengths, rows, wanted=32, reach=Reach())
+    check(pieces, entries, dict(enumerate(spans)))
+    assert {entry[2] for entry in entries} == {1}
+    assert pieces.shares is not None
+    assert pieces.shares.tolist() == [*range(31), 30, 30]
+    parted = cut([*lengths, 2000], [*rows, (30, 1999)], wanted=32, reach=Reach())[1]
+    assert max(entry[2] for entry in parted) > 1
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 5, 33])

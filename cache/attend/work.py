@@ -152,15 +152,22 @@ def _share(
     """
     ALIGN: tl.constexpr = UNIT if PAGE_CELLS else 1  # noqa: N806
     length = 0
+    longest = 0
     runs = 0
     for low in range(0, width, AT_ONCE):
         first, last, _, is_here = _groups(table_row, starts, counts, low, width, 1, TILE, ALIGN, AT_ONCE)
-        length += tl.sum(tl.where(is_here, tl.cdiv(last - first, UNIT), 0), 0)
+        blocks = tl.where(is_here, tl.cdiv(last - first, UNIT), 0)
+        length += tl.sum(blocks, 0)
+        longest = tl.maximum(longest, tl.max(blocks, 0))
         runs += tl.sum(is_here.to(tl.int32), 0)
     # Few blocks are all begun at once. A share of more holds one at least beside the gap.
     gap = tl.where(length > programs * MANY, GAP, 0)
     length += gap * runs
     size = tl.maximum(tl.cdiv(length, programs), 1)
+    # Nearly even runs that are no more than the programs stay whole, for a merge costs more than the rest of evenness.
+    is_whole = (runs <= programs) & ((longest + gap) * 3 <= size * 4)
+    size = tl.where(is_whole, longest + gap, size)
+    length = tl.where(is_whole, size * runs, length)
 
     offset = 0
     done = 0
@@ -168,7 +175,7 @@ def _share(
     for low in range(0, width, AT_ONCE):
         first, last, owner, is_here = _groups(table_row, starts, counts, low, width, 1, TILE, ALIGN, AT_ONCE)
         blocks = tl.cdiv(last - first, UNIT)
-        taken = tl.where(is_here, blocks + gap, 0)
+        taken = tl.where(is_here, tl.where(is_whole, size, blocks + gap), 0)
         begin = offset + tl.cumsum(taken, 0) - taken  # of the run on the line
         offset += tl.sum(taken, 0)
         share = begin // size  # of its first piece
