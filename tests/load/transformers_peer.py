@@ -37,7 +37,7 @@ from static_graphs.shapes import SHAPES
 POLL_S = 0.05
 """Between two looks at what has come; a run's end is seen this late at most."""
 STEP_TOKENS = 2048
-"""Rows of a step at most. The mask has this times all cells of the cache: 8,192, the default, makes 2^31 elements."""
+"""Rows of a step at most. The mask is this times all cells of the cache: past 2^31 elements with 8,192, the default."""
 WARM_UP_LIMIT_S = 60.0
 TINY = SHAPES["0.6b"] | {
     "hidden_size": 64,
