@@ -29,6 +29,7 @@ from cache.radix import RadixTree
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_tiers import KvTiers
+from static_graphs.tiling_table import Stamp
 
 GIB = 1 << 30
 SECRET_BYTES = 16
@@ -60,6 +61,7 @@ def tiers_below(
         dtype=cache.geometry.record_in(kv_dtype),
         geometry=geometry_record(cache.geometry),
         rope=positions,
+        steps=step_record(config, device),
     )
     try:
         objects = _stores(config, groups, transfers, namespace, pinned=device.type == "cuda")
@@ -156,6 +158,15 @@ def position_record(module: torch.nn.Module, max_model_len: int) -> str:
     fields.pop("_name_or_path", None)  # the same model from another folder is the same model
     record = json.dumps(fields, sort_keys=True, default=str)
     return f"{blake2b(record.encode(), digest_size=16).hexdigest()} up to {max_model_len}"
+
+
+def step_record(config: EngineConfig, device: torch.device) -> str:
+    """What the last bits of K/V depend on, where they are promised; "" where they are not, and any server's will do."""
+    if config.fixed_width is None:
+        return ""
+    kernels = "as transformers wrote them" if config.enforce_eager else "fused"
+    where = Stamp.of(device) if device.type == "cuda" else device
+    return f"{config.fixed_width} rows, layers {kernels}, on {where}"
 
 
 def _sums(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from cache.cell_cache import CellCache
+from cache.geometry import CacheConfig, Geometry, LayerGeometry
+from cache.radix import RadixTree
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.loop import EngineLoop
-from engine.tier_setup import GIB, weights_digest
+from engine.tier_setup import GIB, tiers_below, weights_digest
 from engine.types import GenerateRequest, SamplingParams, Update
 from support.model_folder import write_folder
 from support.redis_server import Server
@@ -21,6 +24,7 @@ from support.tiny_models import tiny
 
 PROMPT = tuple(range(100)) * 3
 MIB = 1 / 1024
+EAGER = {"enforce_eager": True}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +159,22 @@ def test_a_digest_tells_any_change_of_a_weight() -> None:
     with torch.no_grad():
         layer.bias[2] += 1e-3
     assert len({digest, swapped, weights_digest(layer)}) == 3
+
+
+def test_servers_that_promise_every_bit_find_only_what_was_computed_as_they_compute() -> None:
+    """A prefix of a server whose steps are of other widths would be right, and not the same to the last bit."""
+    cache = CellCache(
+        Geometry((LayerGeometry(1, 4, 4),)), CacheConfig(64, 8, torch.float32, max_sequences=1), torch.device("cpu")
+    )
+    ways = ({}, *({"batch_invariant": True, "widths": (64,)} | other for other in ({}, {"widths": (128,)}, EAGER)))
+    roots = []
+    for way in (*ways, EAGER):
+        config = EngineConfig("m", kv_host_gib=4 * MIB, **way)  # type: ignore[arg-type]
+        make_tiers = tiers_below(config, cache, "w", "p", torch.device("cpu"))
+        assert make_tiers is not None
+        roots.append(make_tiers(RadixTree(cache))._namespace.root)
+    assert len(set(roots[:-1])) == len(ways)
+    assert roots[-1] == roots[0]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ class Namespace:
     rope: str
     """Everything that turns a position into an angle."""
     adapter: str = ""
+    steps: str = ""
+    """How steps are computed, where K/V is to be the same to the last bit; else ""."""
     salt: str = ""
     """Separates tenants; their hits and the timing of their hits too."""
     format: int = FORMAT
@@ -54,6 +56,8 @@ class Namespace:
     def record(self) -> str:
         """The fields in clear, one way to write them. Kept beside stored chunks, for people to tell what they are."""
         fields = {name: getattr(self, name) for name in self.__slots__}
+        if not self.steps:  # so that keys are those of all that was stored before it could be said
+            del fields["steps"]
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
     @property
