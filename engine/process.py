@@ -148,6 +148,8 @@ class _ParentWatch:
         self._is_leaving = False
 
     def start(self) -> None:
+        # Behind all else, for the engine thread may be about to make its socket there. The parent removes it too.
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
         signal.signal(signal.SIGHUP, self._on_hangup)
         engine_thread = threading.get_ident()
         threading.Thread(target=self._watch, args=(engine_thread,), name="parent watch", daemon=True).start()
@@ -158,7 +160,6 @@ class _ParentWatch:
         while os.read(sys.stdin.fileno(), 1):
             pass
         self._is_orphan = True
-        shutil.rmtree(self._folder, ignore_errors=True)
         give_up_at_s = time.monotonic() + ORPHAN_GRACE_S
         while time.monotonic() < give_up_at_s:
             # Wakes it from whatever it is waiting for. Again and again: a signal that comes just before it falls asleep
@@ -166,6 +167,7 @@ class _ParentWatch:
             if not self._is_leaving:
                 signal.pthread_kill(engine_thread, signal.SIGHUP)
             time.sleep(ORPHAN_NUDGE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)
 
     def _on_hangup(self, signal_number: int, frame: FrameType | None) -> None:

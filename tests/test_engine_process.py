@@ -313,6 +313,38 @@ raise SystemExit(2)
     assert list(temporary.iterdir()) == []
 
 
+SLOW_TO_BIND = """
+import os, sys, zmq
+from pathlib import Path
+from engine import process
+
+bind, full = zmq.Socket.bind, len(os.listdir(sys.argv[1]))
+
+def bind_in_a_folder_that_is_being_removed(socket, address):
+    for _ in range(1000):
+        if len(os.listdir(sys.argv[1])) != full:
+            break
+    return bind(socket, address)
+
+zmq.Socket.bind = bind_in_a_folder_that_is_being_removed
+process.main(Path(sys.argv[1]))
+"""
+
+
+def test_a_child_whose_parent_is_gone_before_it_has_its_socket_leaves_no_folder(temporary: Path) -> None:
+    folder = temporary / "private"
+    folder.mkdir()
+    for number in range(3000):  # to be removed for longer than a socket takes to be made
+        (folder / str(number)).touch()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SLOW_TO_BIND, str(folder)]
+    child = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert (child.returncode, child.stderr) == (1, "")
+    assert not folder.exists()
+
+
 @asyncio_test
 async def test_a_process_that_cannot_be_started_is_an_engine_that_is_not_there(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
