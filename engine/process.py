@@ -1,7 +1,8 @@
 """The engine's own process: `python -m engine.process FOLDER`, started by engine/spawned.py and by nobody else.
 
 FOLDER holds two Unix sockets, to-engine and from-engine; whoever receives on one binds it, so that the other end may
-send before it is there. Standard input is a pipe that nothing is written to: its end is the parent's end.
+send before it is there. It is this process's temporary folder, too. Standard input is a pipe that nothing is written
+to: its end is the parent's end.
 
 Ends with exit code 0 when told to, 1 when it could not go on.
 """
@@ -14,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -54,6 +56,8 @@ def main(folder: Path, build: BuildFromConfig = build_alone) -> int:
 
     Returns 0 when it was told to end, and otherwise does not return.
     """
+    # What this process writes for the server or for itself goes with its sockets, also where it is killed.
+    tempfile.tempdir = str(folder)
     kept: list[object] = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; what it means is up to the parent
     _ParentWatch(folder).start()

@@ -3,6 +3,7 @@
     FOLDER/          0700, removed with the engine
         to-engine    the child receives
         from-engine  this process receives
+        cellserve-*  what the child writes down, as its tokenizer for this process
 
 The child's death is seen by its exit, never by a timeout; its standard input is how it sees ours (engine/process.py).
 It may be spawned before there is an event loop, so that its imports and this process's take the same time.

@@ -178,6 +178,19 @@ async def test_r14_a_killed_engine_fails_every_open_stream_at_once_and_can_be_st
 
 
 @asyncio_test
+async def test_a_killed_engine_leaves_none_of_its_temporary_files(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    async with ready("letters") as client:  # which writes a tokenizer for this process
+        assert client.pid is not None
+        assert Path(client.info.tokenizer_dir or "").is_dir()
+        os.kill(client.pid, signal.SIGKILL)
+        assert (await client.next_phase()).name == "dead"
+        assert list(temporary.iterdir()) == []
+
+
+@asyncio_test
 async def test_a_step_that_breaks_the_engine_fails_its_streams_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     """RUN-29."""
     async with ready("break") as client:
