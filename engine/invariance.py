@@ -20,7 +20,7 @@ from static_graphs.methods import plan_slices
 
 
 def prove_invariant(forwards: Forwards, cache: CellCache, device: torch.device, *, longest: int) -> None:
-    """longest: tokens that a sequence may have. Nothing of it stays in the cache. Engine thread only.
+    """longest: tokens that a sequence may have. Nothing of it stays in the cache or is counted. Engine thread only.
 
     Raises ModelError where a bit of a row's logits differs.
     """
@@ -35,6 +35,7 @@ def prove_invariant(forwards: Forwards, cache: CellCache, device: torch.device, 
                 f"it cannot be served with batch_invariant: {differing} of {length} rows have other logits where their "
                 f"prompt is cut at {first}. Leave batch_invariant out, or try another width (widths) or dtype"
             )
+    forwards.forget_calls()
     if device.type == "cuda":  # logits of a whole step, several times: the pool grows into what torch does not keep
         del whole, cut
         torch.cuda.empty_cache()

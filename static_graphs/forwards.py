@@ -67,8 +67,7 @@ class Forwards:
         self._min_selected_rows = min_selected_rows
         self._taps = taps
         self._head_rows = head_rows
-        self.padding_rows = 0
-        self._calls = [0] * len(self.methods)
+        self.forget_calls()
 
     @property
     def vocab_size(self) -> int:
@@ -77,6 +76,11 @@ class Forwards:
     def calls(self) -> tuple[tuple[str, int], ...]:
         """(method, calls) of every method, narrowest first (RAW-6)."""
         return tuple((method.name, count) for method, count in zip(self.methods, self._calls, strict=True))
+
+    def forget_calls(self) -> None:
+        """What has run so far was for nobody: counts begin again."""
+        self.padding_rows = 0
+        self._calls = [0] * len(self.methods)
 
     @torch.inference_mode()
     def run(

@@ -118,12 +118,12 @@ class Sums:
         return hidden.expand(-1, self.vocab_size).contiguous()
 
 
-def prove(model: Sums, longest: int) -> CellCache:
+def prove(model: Sums, longest: int) -> tuple[CellCache, Forwards]:
     geometry = Geometry((LayerGeometry(1, 4, 4),))
     cache = CellCache(geometry, CacheConfig(16, 8, torch.float32, max_sequences=1, batch_invariant=True), CPU)
     forwards = Forwards(model, method_table((8,), None), head_rows=8)
     prove_invariant(forwards, cache, CPU, longest=longest)
-    return cache
+    return cache, forwards
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -131,7 +131,9 @@ def prove(model: Sums, longest: int) -> CellCache:
 def test_rows_that_are_the_same_wherever_they_stand_are_proven_and_leave_nothing(
     dtype: torch.dtype, longest: int
 ) -> None:
-    assert prove(Sums(0.0, dtype), longest).metrics().free_cells == 16
+    cache, forwards = prove(Sums(0.0, dtype), longest)
+    assert cache.metrics().free_cells == 16
+    assert (forwards.calls(), forwards.padding_rows) == ((("forward_8", 0),), 0), "metrics tell of what was served"
 
 
 def test_a_last_bit_that_depends_on_a_rows_place_ends_the_start() -> None:
@@ -140,4 +142,5 @@ def test_a_last_bit_that_depends_on_a_rows_place_ends_the_start() -> None:
 
 
 def test_rows_that_are_no_numbers_are_the_same_too() -> None:
-    assert prove(Sums(float("nan"), torch.float32), 8).metrics().num_sequences == 0
+    cache, _ = prove(Sums(float("nan"), torch.float32), 8)
+    assert cache.metrics().num_sequences == 0
