@@ -91,6 +91,17 @@ def test_frames_tell_of_cells_sessions_and_steps(server: LiveServer, executor: C
         assert later["at"] > frame["at"]
 
 
+def whole_numbers(value: object) -> Iterator[int]:
+    """All that a frame holds, but for times: their digits are any."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from whole_numbers(each)
+    elif isinstance(value, int):
+        yield value
+
+
 def test_no_token_and_no_name_of_a_caller_is_told(server: LiveServer, executor: CountingExecutor) -> None:
     executor.release(1)
     with ExitStack() as open_streams:
@@ -104,8 +115,8 @@ def test_no_token_and_no_name_of_a_caller_is_told(server: LiveServer, executor: 
         frame = next(frames(looking))
         executor.release()
     assert len(frame["sessions"]) == 1
-    text = json.dumps(frame)
-    assert not any(secret in text for secret in ("977", "978", "mallory", "an-id-of-mine"))
+    assert not {977, 978, 979}.intersection(whole_numbers(frame))
+    assert not any(secret in json.dumps(frame) for secret in ("mallory", "an-id-of-mine"))
 
 
 def test_the_engine_is_asked_only_while_somebody_looks(server: LiveServer, executor: CountingExecutor) -> None:
