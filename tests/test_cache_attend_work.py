@@ -181,6 +181,14 @@ def test_each_row_is_cut_alone_or_with_others_of_its_sequence_at_a_tiles_beginni
     )
 
 
+def test_where_all_rows_are_in_tiles_no_program_has_a_piece_of_a_row() -> None:
+    rows = [(owner, position) for owner in range(2) for position in range(36, 40)]
+    pieces, alone, _ = cut([40, 40], rows, wanted=6, tile_rows=TILE, reach=Reach())
+    assert alone == []
+    assert pieces.shares is not None
+    assert pieces.shares.tolist() == [0] * 7
+
+
 def test_padding_is_nobody_to_share_a_tile_with() -> None:
     lengths = [100, 100, 100]
     rows = [(owner, 99) for owner in range(3)]

@@ -165,7 +165,7 @@ def _share(
     length += gap * runs
     size = tl.maximum(tl.cdiv(length, programs), 1)
     # Nearly even runs that are no more than the programs stay whole, for a merge costs more than the rest of evenness.
-    is_whole = (runs <= programs) & ((longest + gap) * 3 <= size * 4)
+    is_whole = (runs > 0) & (runs <= programs) & ((longest + gap) * 3 <= size * 4)
     size = tl.where(is_whole, longest + gap, size)
     length = tl.where(is_whole, size * runs, length)
 
