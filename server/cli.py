@@ -13,7 +13,6 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -198,19 +197,16 @@ def _metavar(info: FieldInfo) -> str:
 
 def _serve(args: argparse.Namespace) -> int:
     options = settings.load(flags_of(args), args.config).settings
-    if options.api_workers > 1:
-        with ExitStack() as listening:
-            listeners = [listening.enter_context(one) for one in run.listen_for_workers(options)]
-            _check_folder(options.model)
+    with run.listening(options) as listeners:
+        _check_folder(options.model)
+        if options.api_workers > 1:
             from server import workers
 
             return workers.serve(options, listeners)
-    with run.listen(options) as listener:
-        _check_folder(options.model)
         client = _engine(options)
         if isinstance(client, ProcessClient):
             client.spawn()
-        return run.serve(client, options, listener)
+        return run.serve(client, options, *listeners)
 
 
 def _engine(options: Settings) -> EngineClient:

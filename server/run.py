@@ -13,7 +13,8 @@ import logging
 import os
 import shlex
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -49,7 +50,7 @@ _BACKLOG = 2048
 
 
 def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> int:
-    """Serve until a signal or a failed start, and return the exit code. `listener` comes from `listen`."""
+    """Serve until a signal or a failed start, and return the exit code. `listener` comes from `listening`."""
     logs.configure(settings.log_format, "api")
     warn_if_open(settings)
     # Not with this file: an engine that the caller has spawned loads meanwhile.
@@ -57,11 +58,7 @@ def serve(client: EngineClient, settings: Settings, listener: socket.socket) -> 
 
     app = create_app(client, settings)
     server = Server(uvicorn_config(app, settings), app.state.lifecycle, settings, listener)
-    try:
-        asyncio.run(server.serve(sockets=[listener]))
-    finally:
-        if settings.uds is not None:
-            settings.uds.unlink(missing_ok=True)
+    asyncio.run(server.serve(sockets=[listener]))
     return server.exit_code
 
 
@@ -86,6 +83,18 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )
+
+
+@contextmanager
+def listening(settings: Settings) -> Iterator[list[socket.socket]]:
+    """A listener for each API process, until all is over; then a Unix socket's path is gone too. Raises ConfigError."""
+    with ExitStack() as taken:
+        listeners = listen_for_workers(settings) if settings.api_workers > 1 else [listen(settings)]
+        for listener in listeners:
+            taken.enter_context(listener)
+        if settings.uds is not None:
+            taken.callback(settings.uds.unlink, missing_ok=True)
+        yield listeners
 
 
 def listen(settings: Settings) -> socket.socket:

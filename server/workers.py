@@ -53,11 +53,7 @@ def serve(settings: Settings, listeners: Sequence[socket.socket], *, make_relay:
     run.warn_if_open(settings)
     make_relay = make_relay or (lambda options, folder: Relay(options.to_engine_config(), folder))
     with tempfile.TemporaryDirectory(prefix="cellserve-api-", ignore_cleanup_errors=True) as folder:
-        try:
-            return asyncio.run(_Workers(settings, listeners, Path(folder), make_relay).run())
-        finally:
-            if settings.uds is not None:
-                settings.uds.unlink(missing_ok=True)
+        return asyncio.run(_Workers(settings, listeners, Path(folder), make_relay).run())
 
 
 class _Workers:

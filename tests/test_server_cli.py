@@ -209,6 +209,16 @@ def test_a_unix_socket_is_served_named_in_the_command_and_gone_at_the_end(tmp_pa
     assert not path.exists()
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_start_that_fails_leaves_no_unix_socket(
+    workers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s"
+    code, said = complaint(capsys, "serve", f"{tmp_path}/none", "--uds", str(path), "--api-workers", workers)
+    assert (code, said) == (1, f"there is no model at {tmp_path}/none")
+    assert not path.exists()
+
+
 def test_a_unix_socket_that_answers_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as other:

@@ -125,7 +125,8 @@ class ServerProcess:
 def main() -> int:
     args = cli.parse(["serve", *sys.argv[1:]])
     options = settings.load(cli.flags_of(args), args.config).settings
-    return run.serve(_client(options), options, run.listen(options))
+    with run.listening(options) as listeners:
+        return run.serve(_client(options), options, *listeners)
 
 
 def _client(options: Settings) -> EngineClient:

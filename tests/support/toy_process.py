@@ -61,7 +61,8 @@ def main() -> int:
     args = cli.parse(["serve", *sys.argv[1:]])
     options = settings.load(cli.flags_of(args), args.config).settings
     client = ProcessClient(options.to_engine_config(), module="support.toy_process")
-    return run.serve(client, options, run.listen(options))
+    with run.listening(options) as listeners:
+        return run.serve(client, options, *listeners)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ from server import cli, run, settings, workers
 def main() -> int:
     args = cli.parse(["serve", *sys.argv[1:]])
     options = settings.load(cli.flags_of(args), args.config).settings
-    listeners = run.listen_for_workers(options)
-    return workers.serve(
-        options,
-        listeners,
-        make_relay=lambda chosen, folder: Relay(chosen.to_engine_config(), folder, module="support.scripted_process"),
-    )
+    with run.listening(options) as listeners:
+        return workers.serve(
+            options,
+            listeners,
+            make_relay=lambda chosen, folder: Relay(
+                chosen.to_engine_config(), folder, module="support.scripted_process"
+            ),
+        )
 
 
 if __name__ == "__main__":
