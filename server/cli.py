@@ -9,6 +9,7 @@ imports the rest of the server.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import types
 import typing
@@ -205,8 +206,14 @@ def _serve(args: argparse.Namespace) -> int:
             return workers.serve(options, listeners)
         client = _engine(options)
         if isinstance(client, ProcessClient):
+            # Until the server minds signals itself: what is given back at the end would stay where it just ended.
+            signal.signal(signal.SIGTERM, _leave)
             client.spawn()
         return run.serve(client, options, *listeners)
+
+
+def _leave(signal_number: int, frame: types.FrameType | None) -> NoReturn:
+    sys.exit(128 + signal_number)
 
 
 def _engine(options: Settings) -> EngineClient:

@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -150,6 +151,7 @@ def test_nothing_slow_is_imported_before_the_engine_is_spawned() -> None:
     slow = ("fastapi", "numpy", "llguidance", "tokenizers", "prometheus_client", "httpx", "torch", "transformers")
     program = f"""
 import sys
+import tempfile
 from engine.client import ProcessClient
 from server import cli
 
@@ -163,6 +165,39 @@ cli.main(["serve", "--port", "0"])
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("\n", "")
+
+
+def test_a_signal_to_all_while_the_server_is_imported_leaves_neither_folder_nor_socket(tmp_path: Path) -> None:
+    """As a service manager sends it: the engine's process, which imports too, cannot take its folder with it."""
+    program = f"""
+import os, signal, sys
+from engine.client import ProcessClient
+from server import cli
+
+spawn = ProcessClient.spawn
+
+def spawn_and_be_told(client):
+    spawn(client)
+    os.killpg(0, signal.SIGTERM)
+
+ProcessClient.spawn = spawn_and_be_told
+sys.exit(cli.main(["serve", "--uds", {str(tmp_path / "s")!r}]))
+"""
+    with tempfile.TemporaryDirectory() as folder:  # short: sockets live in it
+        command = [sys.executable, "-c", program]
+        environment = child_environment() | {"TMPDIR": folder}
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            start_new_session=True,
+        )
+        assert (ended.returncode, ended.stderr) == (128 + signal.SIGTERM, "")
+        assert os.listdir(folder) == []
+    assert not (tmp_path / "s").exists()
 
 
 # A good start, and the end.
