@@ -31,6 +31,9 @@ from engine.wire import Failed, FromEngine, Garbled, Opener, Sealer, Start, Stop
 
 LAST_WORD_S = 0.5
 """How long the last message of a child that ended by itself may be under way."""
+KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""oneDNN, and torch's layer above it, keep what they have made for each shape, 1,024 of both by themselves. Steps of a
+CPU have any number of rows, so that hundreds of MB came together over hours and were hardly ever used again."""
 
 
 class ProcessClient(EngineClient):
@@ -191,7 +194,7 @@ def _spawn(module: str) -> _Child:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, folder],
             stdin=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": search},
+            env=KERNEL_CACHES | os.environ | {"PYTHONPATH": search},
         )
         return _Child(process, sender, receiver, ours.pop_all())
 

@@ -17,7 +17,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 8
-"""cuBLAS keeps 32 MiB for each."""
+"""A job's products may keep 32 MiB of cuBLAS's for its stream."""
 
 
 def run_at_once(jobs: Sequence[Callable[[], object]], device: torch.device) -> None:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.client import ProcessClient
@@ -73,6 +74,18 @@ async def test_a_request_goes_to_the_child_and_its_tokens_come_back(temporary: P
     assert not is_alive(pid)
     assert list(temporary.iterdir()) == []
     assert (client.phase.name, client.phase.reason) == ("dead", "shut down")
+
+
+@asyncio_test
+async def test_a_child_keeps_few_kernels_of_shapes_that_come_once_unless_it_is_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    async with ready("plain") as client:
+        environment = psutil.Process(client.pid).environ()
+    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+    assert environment["LRU_CACHE_CAPACITY"] == "7"
 
 
 @asyncio_test
