@@ -51,10 +51,10 @@ def build_alone(config: EngineConfig, progress: ProgressCallback) -> tuple[Engin
     return build_from_config(config, progress)
 
 
-def main(folder: Path, build: BuildFromConfig = build_alone) -> int:
+def main(folder: Path, build: BuildFromConfig = build_alone) -> NoReturn:
     """Live one engine's life on the calling thread, which is the only one that touches the sockets.
 
-    Returns 0 when it was told to end, and otherwise does not return.
+    The process ends behind it: with exit code 0 when it was told to, otherwise with 1.
     """
     # What this process writes for the server or for itself goes with its sockets, also where it is killed.
     tempfile.tempdir = str(folder)
@@ -91,19 +91,20 @@ def main(folder: Path, build: BuildFromConfig = build_alone) -> int:
             return engine
 
         was_told = run_engine(load, inbox, send)
-    if not was_told:
-        _leave()
-    return 0
+    _leave(0 if was_told else 1)
 
 
-def _leave() -> NoReturn:
-    """End with exit code 1, and give nothing back that is on a device: where that is lost, freeing fails or waits."""
+def _leave(exit_code: int) -> NoReturn:
+    """End, and give back nothing that the process's end gives back.
+
+    Where a device is lost, freeing fails or waits; and libraries complain of what the interpreter has not yet freed.
+    """
     try:
         atexit._run_exitfuncs()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(exit_code)
 
 
 class _SocketInbox:
@@ -182,4 +183,4 @@ class _ParentWatch:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    main(Path(sys.argv[1]))

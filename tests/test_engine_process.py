@@ -244,6 +244,17 @@ async def test_a_drain_lets_the_running_ones_finish_even_if_every_process_got_th
 
 
 @asyncio_test
+async def test_an_engine_that_is_told_to_end_prints_nothing_and_leaves_nothing(
+    temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its exit handlers run, and then it is gone: no library looks at what the interpreter has not yet given back."""
+    async with ready("complain-at-the-end"):
+        pass
+    assert capfd.readouterr() == ("", "")
+    assert list(temporary.iterdir()) == []
+
+
+@asyncio_test
 async def test_an_idle_engine_ends_with_sigterm() -> None:
     async with ready("plain") as client:
         assert client.pid is not None

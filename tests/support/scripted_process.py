@@ -101,7 +101,7 @@ def _vanish(executor: ScriptedExecutor) -> None:
 
 def _hang_once(executor: ScriptedExecutor) -> None:
     """As hang, but only for the first engine that its parent starts."""
-    mark = Path(tempfile.gettempdir()) / f"cellserve-hung-{os.getppid()}"
+    mark = Path(os.environ.get("TMPDIR", "/tmp")) / f"cellserve-hung-{os.getppid()}"  # tempfile has one of this life
     if mark.exists():
         mark.unlink()
     else:
@@ -138,8 +138,20 @@ def _die_in_every_step(executor: ScriptedExecutor) -> None:
     executor.answer = answer
 
 
+class _Complaint:
+    """As a library's that finds itself still in use at the interpreter's end."""
+
+    def __del__(self) -> None:
+        os.write(2, b"something was not given back\n")
+
+
+def _complain_at_the_end(executor: ScriptedExecutor) -> None:
+    sys.modules["complaint"] = _Complaint()  # type: ignore[assignment]  # nothing ends it but the interpreter
+
+
 SCENES: dict[str, Callable[[ScriptedExecutor], None]] = {
     "plain": _plain,
+    "complain-at-the-end": _complain_at_the_end,
     "refuse-config": _refuse_config,
     "refuse-model": _refuse_model,
     "crash-in-load": _crash_in_load,
@@ -157,4 +169,4 @@ SCENES: dict[str, Callable[[ScriptedExecutor], None]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), build))
+    main(Path(sys.argv[1]), build)
