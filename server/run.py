@@ -199,6 +199,8 @@ class Server(uvicorn.Server):
             return
         self.exit_code = 128 + sig
         self.force_exit = True
+        # The app's life is cut off with all the rest, which starlette and uvicorn would tell of as a fault.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         assert self._loop is not None
         # For an engine that hangs in a step, or a client that reads nothing.
         self._loop.call_later(_FORCED_EXIT_S, os._exit, self.exit_code)
