@@ -67,9 +67,7 @@ async def server_info(request: Request) -> dict[str, Any]:
     return {
         "system_fingerprint": serving.fingerprint,
         "versions": versions(),
-        "config": serving.settings.model_dump(
-            mode="json", exclude={"api_key", "api_key_file", "kv_redis_secret_file", "ssl_keyfile"}
-        ),
+        "config": serving.settings.model_dump(mode="json", exclude=_PRIVATE),
         "has_api_keys": bool(serving.settings.api_key or serving.settings.api_key_file),
         "engine": engine,
         "admission": {

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 
 from static_graphs.kernels.norms import gate_by
-from static_graphs.kernels.products import MIN_ROWS, Tiling, gated_product, product
-from static_graphs.tilings import Product, bucket, choose, shared_bytes
+from static_graphs.kernels.products import Tiling, gated_product, product
+from static_graphs.tilings import Product, bucket, choose, kernel_rows, shared_bytes
 
 WIN = 0.03
 """By how much a candidate must beat the rule's choice: less is noise, and the rule is known everywhere."""
@@ -256,10 +256,9 @@ def _kernel_of(job: Job) -> tuple[object, ...]:
     of, rows, tiling = job
     part = -(-of.depth // tiling.parts)
     is_even = of.width % tiling.block_n == 0 and part % tiling.block_k == 0
-    sizes = tuple(size % 16 == 0 for size in (of.width, of.depth, rows))
-    row_block = (bucket(rows), rows == max(MIN_ROWS, bucket(rows)), rows == 1)
+    sizes = tuple(size % 16 == 0 for size in (of.width, of.depth))
     fetch = min(tiling.fetch, 1 << part.bit_length() - 1)
-    return replace(tiling, parts=1), tiling.parts > 1, of.is_gated, is_even, sizes, row_block, fetch
+    return replace(tiling, parts=1), tiling.parts > 1, of.is_gated, is_even, sizes, kernel_rows(rows), fetch
 
 
 def _compile(job: Job) -> None:

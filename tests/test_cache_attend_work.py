@@ -85,13 +85,18 @@ def check(pieces: Pieces, entries: list[list[int]], spans: dict[int, tuple[int, 
     assert pieces.programs == (len(pieces.table) if pieces.shares is None else len(pieces.shares) - 1)
 
 
+def any_decodes(rng: random.Random) -> tuple[list[int], list[tuple[int, int]]]:
+    """-> sequences' lengths, alike or not, and the last row of each."""
+    longest = rng.choice([5, 70, 700, 3000])
+    lengths = [rng.randint(1, longest) if rng.random() < 0.7 else longest for _ in range(rng.randint(1, 40))]
+    return lengths, [(owner, length - 1) for owner, length in enumerate(lengths)]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_pieces_hold_every_cell_of_every_run_once(seed: int) -> None:
     """Runs of any lengths, alike or not, windows, and more or fewer pieces than there are rows."""
     rng = random.Random(seed)
-    longest = rng.choice([5, 70, 700, 3000])
-    lengths = [rng.randint(1, longest) if rng.random() < 0.7 else longest for _ in range(rng.randint(1, 40))]
-    rows = [(owner, length - 1) for owner, length in enumerate(lengths)]
+    lengths, rows = any_decodes(rng)
     reach = rng.choice([Reach(), Reach("window", 90), Reach("chunk", 128)])
     pieces, entries, spans = cut(lengths, rows, wanted=rng.choice([1, 4, 16, 66]), reach=reach)
     check(pieces, entries, dict(enumerate(spans)))
@@ -101,9 +106,7 @@ def test_pieces_hold_every_cell_of_every_run_once(seed: int) -> None:
 def test_each_program_has_an_equal_share_of_neighbouring_pieces(seed: int) -> None:
     """Counted in blocks; where they are many, one more a run for its beginning and end. The last may have less."""
     rng = random.Random(seed)
-    longest = rng.choice([5, 70, 700, 3000])
-    lengths = [rng.randint(1, longest) if rng.random() < 0.7 else longest for _ in range(rng.randint(1, 40))]
-    rows = [(owner, length - 1) for owner, length in enumerate(lengths)]
+    lengths, rows = any_decodes(rng)
     wanted = rng.choice([1, 4, 16, 66])
     pieces, entries, spans = cut(lengths, rows, wanted=wanted, reach=Reach())
     assert pieces.shares is not None

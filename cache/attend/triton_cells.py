@@ -1,8 +1,9 @@
 """Attention over cells on CUDA, in Triton: runs of paged cells in pieces, then a merge. Equal to `reference`.
 
-    rows   0 1 2 3 | 4 5 6 7 | 8 9 ..      tiles of neighbouring rows
-           a b c c | c c c c | d d ..      a tile of one sequence (a prefill chunk) loads each K/V block once for all
-           ^ ^ ^ ^   ^^^^^^^   ^^^^^       its rows and heads of a group; rows of mixed tiles (decodes) run one by one
+    rows   0 1 2 3 4 5 6 7 | 8 9 10 ..      tiles of neighbouring rows
+           a b c c c c c c | c c c  ..      four or more of one sequence at a tile's beginning or end (a prefill chunk)
+           ^ ^ ^^^^^^^^^^^   ^^^^^          load each K/V block once for all, and for all heads of a group; the others
+                                            (decodes) run one by one
 
 Which rows take which way, and how long their runs are, is read on the device (work.py): the grid depends on the width
 alone, so a captured graph serves any mix. What the pieces of a run found is merged by whichever program finishes last,
@@ -139,11 +140,7 @@ def default_pieces(rows_each: int, num_kv_heads: int, device: torch.device) -> i
     if device.type != "cuda":
         return 1
     each = PIECES_PER_MULTIPROCESSOR if rows_each == 1 else TILE_PIECES_PER_MULTIPROCESSOR
-    return max(1, _multiprocessors(device) * each // num_kv_heads)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count * each // num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
