@@ -202,6 +202,7 @@ def test_what_the_next_engine_takes_over_can_still_be_ended_by_its_name() -> Non
         body = {"prompt": [5], "max_tokens": 90_000}
         answer = in_background(lambda: server.http.post(PATH, json=body, headers=headers))
         until(lambda: server.metric("cellserve:requests_rerun_total") == 1)
+        until(lambda: server.http.get("/ready").status_code == 200)  # a turn of the loop behind it
         assert server.call(lambda: server.app.state.serving.running) is before
         assert server.http.delete("/v1/requests/mine").status_code == 200
         assert (answer().status_code, answer().json()["error"]["code"]) == (409, "request_cancelled")
