@@ -177,8 +177,8 @@ def test_little_more_is_set_aside_than_is_kept() -> None:
     inputs, _ = inputs_of(kinds)
     parts = Parts(logits, TILING)
     ids = torch.empty(6, dtype=torch.int64)
-    parts.survey(inputs, True)
-    parts.bound(inputs, ids, True)
+    parts.survey(inputs)
+    parts.bound(inputs, ids)
     parts.sift(inputs, True)
     for row, (temperature, top_k, top_p, _) in enumerate(kinds):
         probs = (logits[row] / temperature).softmax(-1).sort(descending=True).values

@@ -30,6 +30,7 @@ from static_graphs.kernels.settle import settle
 from static_graphs.kernels.token_math import (
     LOWEST,
     NO_ID,
+    OF_ROWS,
     distance_of,
     exp_minus,
     is_greedy,
@@ -81,8 +82,8 @@ def argmax_rows(logits: torch.Tensor, tiling: SamplerTiling = SamplerTiling()) -
     parts = Parts(logits, tiling)
     ids = torch.empty(parts.rows, dtype=torch.int64, device=logits.device)
     if parts.rows:
-        parts.survey(None, has_cuts=False)
-        parts.bound(None, ids, has_cuts=False)
+        parts.survey(None)
+        parts.bound(None, ids)
     return ids, parts.peak
 
 
@@ -93,8 +94,9 @@ def draw(
     parts = Parts(logits, tiling)
     ids = torch.empty(parts.rows, dtype=torch.int64, device=logits.device)
     if parts.rows:
-        parts.survey(inputs, has_cuts)
-        parts.bound(inputs, ids, has_cuts)
+        cuts = inputs if has_cuts else None  # what cuts nothing begins as an argmax does, with the same kernels
+        parts.survey(cuts)
+        parts.bound(cuts, ids)
         parts.sift(inputs, has_cuts)
         parts.settle(inputs, ids, has_cuts)
     return ids
@@ -118,13 +120,13 @@ class Parts:
             self.part_best
         )
 
-    def survey(self, inputs: SampleInputs | None, has_cuts: bool) -> None:
-        if has_cuts:
+    def survey(self, cuts: SampleInputs | None) -> None:
+        if cuts is not None:
             self.counts = torch.empty(self.rows, self.splits, BINS.value, dtype=torch.int32, device=self.logits.device)
             self.part_sum = torch.empty_like(self.part_best, dtype=torch.float32)
         _survey[(self.splits, self.rows)](
             self.logits,
-            *_params(inputs, self.peak),
+            *_params(cuts, self.peak),
             self.part_best,
             self.part_id,
             self.counts,
@@ -132,16 +134,16 @@ class Parts:
             self.vocab_size,
             self.logits.stride(0),
             BLOCK=self.block,
-            HAS_CUTS=has_cuts,
+            HAS_CUTS=cuts is not None,
             num_warps=self.tiling.warps,
         )
 
-    def bound(self, inputs: SampleInputs | None, ids: torch.Tensor, has_cuts: bool) -> None:
-        if has_cuts:
+    def bound(self, cuts: SampleInputs | None, ids: torch.Tensor) -> None:
+        if cuts is not None:
             self.floor = torch.empty_like(self.peak)
             self.num_aside = torch.empty_like(self.peak, dtype=torch.int32)
         _bound[(self.rows,)](
-            *_params(inputs, self.peak),
+            *_params(cuts, self.peak),
             self.part_best,
             self.part_id,
             self.counts,
@@ -153,7 +155,7 @@ class Parts:
             self.vocab_size,
             self.splits,
             SPLITS=next_power(self.splits),
-            HAS_CUTS=has_cuts,
+            HAS_CUTS=cuts is not None,
             num_warps=8,
         )
 
@@ -216,7 +218,7 @@ def _edge(step):
     return ((step << (STEP - FINE)) + ONE).to(tl.float32, bitcast=True) - 1.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _survey(
     logits,  # [R, V]
     temperature,  # [R]
@@ -261,7 +263,7 @@ def _bin(below):
     return tl.minimum(bits.to(tl.uint32, bitcast=True) >> STEP, BINS - 1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _bound(
     temperature,  # [R]
     top_k,  # [R] i64
@@ -326,7 +328,7 @@ def _bound(
             tl.store(floors + row, tl.where(far_enough < BINS << FINE, floor, LOWEST))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _sift(
     logits,  # [R, V]
     temperature,  # [R]

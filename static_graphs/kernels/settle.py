@@ -16,6 +16,7 @@ import triton.language as tl
 from static_graphs.kernels.token_math import (
     LOWEST,
     NO_ID,
+    OF_ROWS,
     distance_of,
     exp_minus,
     is_settled,
@@ -32,7 +33,7 @@ FEW = tl.constexpr(512)
 """So few logits set aside are ranked, each against all others, instead of searched."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def settle(
     logits,  # [R, V]
     temperature,  # [R]

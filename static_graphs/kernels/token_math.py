@@ -16,6 +16,10 @@ NO_ID = tl.constexpr(2**31 - 1)
 """Comes after every token id."""
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The floor that sets aside all but what is masked."""
+OF_ROWS = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+"""Arguments that are lines of one array, so that the number of rows decides how they are aligned. A program reads one
+value of each: no kernel is compiled anew for what another alignment would let it do.
+"""
 
 
 @triton.jit
