@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from engine.errors import ConfigError, ModelError
 from engine.executor_options import ExecutorOptions, derive
 from engine.grammar import Grammars
 from engine.invariance import prove_invariant
-from engine.sampling import Sampler
+from engine.sampling import REHEARSED, Sampler, rehearse
 from static_graphs.additional import AdditionalMethods
 from static_graphs.capture import CapturedForwards
 from static_graphs.forwards import Forwards, Model
@@ -90,7 +91,8 @@ def create_executor(
             head_rows=head_rows,
             has_full_step=options.captures_full_step,
         )
-        captured.capture(lambda width: _rehearsal(cache, width), progress)
+        draws = [partial(rehearse, params, model.vocab_size, model.device, model.dtype) for params in REHEARSED]
+        captured.capture(lambda width: _rehearsal(cache, width), progress, draws)
         additional.capture()
     else:
         forwards = Forwards(

@@ -48,6 +48,11 @@ _ROW = np.dtype(
         ("is_open", np.bool_),
     ]
 )
+REHEARSED = (
+    SamplingParams(frequency_penalty=0.5, top_p=0.9),
+    SamplingParams(frequency_penalty=0.5, logprobs=1),
+)
+"""Between them they launch every kernel of a step whose logits are edited, however they are, and of logprobs."""
 _PROMPT_LOGPROB_ROWS = 64
 """Rows at a time: float32 copies of a whole prefill chunk's logits would be gigabytes."""
 
@@ -233,6 +238,14 @@ class Sampled:
                     logprobs[row] = value
             self._answers = list(zip(ids, logprobs, strict=True))
         return self._answers
+
+
+def rehearse(params: SamplingParams, vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Launch one draw by `params` from logits of `dtype`, which leaves another nothing to compile. Any thread."""
+    sampler = Sampler(vocab_size, device, max_slots=1)
+    sampler.open(0, params, seed=0, prompt=())
+    zero = np.zeros(1, np.int64)
+    sampler.sample(torch.zeros(1, vocab_size, dtype=dtype, device=device), zero, zero, zero)
 
 
 def _token_logprobs(ids: list[int], raw: RawLogprobs, alternatives: list[int]) -> list[TokenLogprobs]:

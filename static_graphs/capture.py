@@ -58,11 +58,13 @@ class CapturedForwards(Forwards):
         self,
         prepared_step: Callable[[int], AbstractContextManager[CellStep]],
         progress: Callable[[str, int, int], None],
+        rehearsals: Sequence[Callable[[], object]] = (),
     ) -> None:
         """Capture every static method, and every head.
 
         prepared_step(width): a context that prepares a step of that many rows at the addresses that serving uses,
-        and takes it back.
+        and takes it back. rehearsals: launch what serving will beside the graphs, on any thread; they run, once, where
+        kernels have to be compiled.
         """
         total = len(self._widths) + sum(rows <= max(self._widths) for rows in self._ladder)
         memory = torch.cuda.graph_pool_handle()
@@ -76,7 +78,7 @@ class CapturedForwards(Forwards):
                     self.captures += 1
                 if done == 0 and compiled and self._taps is None:
                     progress("compiling kernels", 0, 1)
-                    self._compile_ahead(prepared_step)
+                    self._compile_ahead(prepared_step, rehearsals)
             heads = CapturedHeads(self.model, self._hidden[self._widths[0]], memory, self._ladder)
             for done, rows in enumerate(reversed(heads.rows), len(self._widths)):
                 progress("capturing graphs", done, total)
@@ -85,11 +87,15 @@ class CapturedForwards(Forwards):
             self._heads = heads
             progress("capturing graphs", total, total)
 
-    def _compile_ahead(self, prepared_step: Callable[[int], AbstractContextManager[CellStep]]) -> None:
-        """Launch what the other captures will, several at once. Behind the capture of the widest body."""
+    def _compile_ahead(
+        self,
+        prepared_step: Callable[[int], AbstractContextManager[CellStep]],
+        rehearsals: Sequence[Callable[[], object]],
+    ) -> None:
+        """Launch the rehearsals and what the other captures will, several at once. Behind the widest body's capture."""
         hidden = self._hidden[self._widths[0]]
-        jobs: list[Callable[[], object]] = []
-        for has_cuts in (True, False):  # first, for these take longest
+        jobs = list(rehearsals)
+        for has_cuts in (True, False):  # before the bodies, for these take longest
             jobs.append(partial(rehearse_draws, self.model, hidden[:1], has_cuts))
         for width in _one_a_kernel(self._widths[1:]):
             with prepared_step(width) as step:

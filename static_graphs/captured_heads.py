@@ -26,9 +26,11 @@ def _route(has_cuts: bool) -> Route:
 
 
 def rehearse_draws(model: Model, hidden: torch.Tensor, has_cuts: bool) -> None:
-    """Launch what a head's argmax and one of its draws consist of, for whatever rows hidden [R, hidden] holds."""
+    """Launch what one of a head's draws consists of, for whatever rows hidden [R, hidden] holds.
+
+    The draw without cuts begins with the kernels of the head's argmax.
+    """
     logits = model.logits(hidden)
-    Best.of(logits)
     packed = torch.zeros(SampleInputs.PACKED, ROWS[-1], dtype=torch.int64, device=hidden.device)
     sample(logits, SampleInputs.unpacked(packed[:, : len(hidden)]), _route(has_cuts))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -54,3 +55,23 @@ def test_one_kernel_serves_the_products_of_row_counts_that_are_called_alike() ->
         len(served) == 1 if kernel is not None else all(each[2:] == (None,) * len(shapes) for each in served)
         for kernel, served in kernels.items()
     )
+
+
+def test_a_start_rehearses_every_kernel_that_serving_draws_with(tmp_path: Path) -> None:
+    """Whatever is edited, cut and asked for, and however many rows there are. It rehearses no other either."""
+    root = Path(__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests"))),
+    }
+    command = [sys.executable, "-m", "support.draw_launches"]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for dtype, launches in json.loads(done.stdout).items():
+        rehearsed = set(launches["rehearsed"])
+        served = {variant: case for case, variants in launches["served"].items() for variant in variants}
+        missing = {variant.split()[0]: case for variant, case in served.items() if variant not in rehearsed}
+        assert not missing, f"{dtype}: compiled by the first request that asks for it, and where: {missing}"
+        assert rehearsed == set(served)
