@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,18 +18,22 @@ import torch
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 8
-"""A job's products may keep 32 MiB of cuBLAS's for its stream."""
+"""Each has a stream, for whose products cuBLAS may keep 32 MiB."""
 
 
 def run_at_once(jobs: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Run the jobs on threads, each on a stream of its own behind the current one, until the device has done them.
+    """Run the jobs on threads, until the device has done them: each behind the current stream, on its thread's own.
 
     What fails here fails again where it is wanted, and is told there.
     """
     current = torch.cuda.current_stream(device)
+    own = threading.local()
+
+    def begin() -> None:
+        own.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(job: Callable[[], object]) -> None:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = own.stream
         stream.wait_stream(current)
         try:
             with torch.inference_mode(), torch.cuda.stream(stream):
@@ -37,6 +42,7 @@ def run_at_once(jobs: Sequence[Callable[[], object]], device: torch.device) -> N
             logger.debug("a launch ahead of its capture failed: %s", error)
         stream.synchronize()
 
-    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)), max(len(jobs), 1))) as pool:
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), max(len(jobs), 1))
+    with ThreadPoolExecutor(threads, initializer=begin) as pool:
         list(pool.map(run, jobs))
     torch.cuda.empty_cache()  # what threads allocated is their streams' alone

@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from static_graphs.ahead import run_at_once
 
 pytestmark = pytest.mark.gpu
 
@@ -86,3 +91,21 @@ def test_a_step_with_edited_logits_compiles_nothing_behind_a_first_start(tmp_pat
     phases, compiled = run(MODEL + DRAWS_EDITED, tmp_path)
     assert "compiling kernels" in phases
     assert compiled == {"1": [], "3": [], "16": []}
+
+
+def test_jobs_run_behind_the_current_stream_and_each_thread_has_one_stream() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.zeros(1 << 24, device=device)
+    for _ in range(200):  # under way while the jobs begin
+        total += 1
+    streams: dict[int, set[int]] = defaultdict(set)
+    seen: list[torch.Tensor] = []
+
+    def job() -> None:
+        streams[threading.get_ident()].add(torch.cuda.current_stream(device).cuda_stream)
+        seen.append(total.min())
+
+    run_at_once([job] * 40, device)
+    assert [value.item() for value in seen] == [200.0] * 40
+    assert all(len(own) == 1 for own in streams.values())
+    assert torch.cuda.current_stream(device).cuda_stream not in set.union(*streams.values())
