@@ -7,6 +7,7 @@ bit for bit: which tensor went where, and which sums were taken.
     decoder layer   x -> norm -> attention -> (+ x) -> norm -> mlp -> (+)    the sum and the norm behind it: one kernel
     attention       q, k, v merged to one weight; head norms, rotation and the cells' store: one kernel
     mlp             down(act(gate) * up): gate and up merged, or one kernel with the activation
+    mixture         a router and experts, each expert an mlp over its own rows (mixtures.py)
     norm            RMSNorm: one kernel
     head            a linear layer over few rows
 
@@ -30,20 +31,15 @@ from static_graphs.binding import CELLS, CELLS_PROBE, Asked, BoundLayer, Probe, 
 from static_graphs.fused_layers import Flow, FusedAttention, FusedLayer, FusedMlp
 from static_graphs.kernels.norms import RmsNorm, rms_norm
 from static_graphs.kernels.products import product
+from static_graphs.likeness import ACTIVATIONS, ROWS, SCALES, close, random_rows, same
+from static_graphs.mixtures import FusedMixture, find_experts, find_mixtures
 from static_graphs.proof import own_logits, prove
 from static_graphs.tilings import RULE, Product, Tilings
 
 if TYPE_CHECKING:
     from static_graphs.model import LoadedModel
 
-_ROWS = 8
 _NORM_NAMES = ("eps", "variance_epsilon")
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
-}
-_SCALES = (1.0, 1e-2, 30.0)
-"""Sizes of random input that parts are tried at: an eps shows at the small one, a clamp at the large one."""
 
 
 @dataclass(slots=True)
@@ -53,6 +49,8 @@ class Fused:
     norms: int = 0
     attentions: int = 0
     mlps: int = 0
+    experts: int = 0
+    mixtures: int = 0
     layers: int = 0
     has_head: bool = False
     left: dict[str, str] = field(default_factory=dict)
@@ -62,6 +60,8 @@ class Fused:
 
     def __str__(self) -> str:
         done = f"{self.layers} layers, {self.attentions} attentions, {self.mlps} MLPs, {self.norms} norms"
+        if self.experts:
+            done += f", {self.mixtures} mixtures, {self.experts} modules of experts"
         return f"fused {done}{', head' if self.has_head else ''}; left: {self.left or 'nothing'}"
 
 
@@ -78,7 +78,10 @@ def fuse(model: LoadedModel, tilings: Tilings = RULE) -> Fused:
         try:
             calls = _record(model)
             norms = _find_norms(model)
-            mlps = _find_mlps(model, report, tilings)
+            mlps: dict[nn.Module, FusedMlp | FusedMixture] = {**_find_mlps(model, report, tilings)}
+            experts = find_experts(model, report.left)
+            mixtures = find_mixtures(model, calls, experts, report.left, tilings)
+            mlps.update(mixtures)
             attentions = _find_attentions(model, calls, norms, report, tilings)
             layers = _find_layers(model, calls, norms, attentions, mlps, report)
         finally:
@@ -89,6 +92,8 @@ def fuse(model: LoadedModel, tilings: Tilings = RULE) -> Fused:
         replacing[part] = _norm_forward(norm)
     for part, mlp in mlps.items():
         replacing[part] = _mlp_forward(mlp)
+    for part, of_rows in experts.items():
+        replacing[part] = of_rows.forward
     for part, attention in attentions.items():
         replacing[part] = _attention_forward(part, attention)
     for part, layer in layers.items():
@@ -105,7 +110,8 @@ def fuse(model: LoadedModel, tilings: Tilings = RULE) -> Fused:
         report.has_head = True
     for part, forward in replacing.items():
         part.forward = forward
-    report.norms, report.mlps = len(norms), len(mlps)
+    report.norms, report.mlps = len(norms), len(mlps) - len(mixtures)
+    report.experts, report.mixtures = len(experts), len(mixtures)
     report.attentions, report.layers = len(attentions), len(layers)
     report.products.update(*(mlp.products for mlp in mlps.values()))
     report.products.update(*(attention.products for attention in attentions.values()))
@@ -135,8 +141,8 @@ def _record(model: LoadedModel) -> dict[nn.Module, Call]:
         calls[part] = Call(args, kwargs, output)
 
     hooks = [part.register_forward_hook(note, with_kwargs=True) for part in model.body.modules()]
-    tokens = torch.arange(3, 3 + _ROWS, device=model.device)[None] * 7 % model.vocab_size
-    positions = torch.arange(5, 5 + _ROWS, device=model.device)[None]
+    tokens = torch.arange(3, 3 + ROWS, device=model.device)[None] * 7 % model.vocab_size
+    positions = torch.arange(5, 5 + ROWS, device=model.device)[None]
     probe = Probe()
     try:
         model.body(input_ids=tokens, position_ids=positions, use_cache=False, step=probe)
@@ -179,7 +185,7 @@ def _norm_of(part: nn.Module, dtype: torch.dtype) -> RmsNorm | None:
             x = x.float()
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight.float() + offset)
 
-        if _same(part, expected, len(weight), dtype, weight.device):
+        if same(part, expected, len(weight), dtype, weight.device):
             return RmsNorm(weight.data, eps, offset)
     return None
 
@@ -197,14 +203,14 @@ def _find_mlps(model: LoadedModel, report: Fused, tilings: Tilings) -> dict[nn.M
             report.left.setdefault(type(part).__name__, f"{name}: not plain linear layers without bias")
             continue
         down = children["down_proj"].weight
-        for activation, act in _ACTIVATIONS.items():
+        for activation, act in ACTIVATIONS.items():
 
             def expected(x: torch.Tensor, act: Any = act, merging: Any = merging, down: Any = down) -> torch.Tensor:
                 both = torch.cat([functional.linear(x, child.weight) for child in merging], -1).float()
                 gate, up = both.chunk(2, -1)
                 return functional.linear((act(gate) * up).to(x.dtype), down)
 
-            if _same(part, expected, down.shape[0], model.dtype, model.device):
+            if same(part, expected, down.shape[0], model.dtype, model.device):
                 mlps[part] = FusedMlp(_merge(merging), down.data, activation, tilings)
                 break
         else:
@@ -212,7 +218,7 @@ def _find_mlps(model: LoadedModel, report: Fused, tilings: Tilings) -> dict[nn.M
     return mlps
 
 
-def _mlp_forward(mlp: FusedMlp) -> Callable[[torch.Tensor], torch.Tensor]:
+def _mlp_forward(mlp: FusedMlp | FusedMixture) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         parts = mlp(x.reshape(-1, x.shape[-1]))
         out = parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)
@@ -288,8 +294,8 @@ def _attention_of(
         return [_turned(q, *rotation), _turned(k, *rotation), v]
 
     options: dict[str, Any] | None = None
-    for scale in _SCALES:
-        x = _random((1, _ROWS, merging[0].weight.shape[1]), scale, model)
+    for scale in SCALES:
+        x = random_rows((1, ROWS, merging[0].weight.shape[1]), scale, model.dtype, model.device)
         if call.args or "hidden_states" not in call.kwargs:
             return "it is not called by keywords", None
         probe = Probe()
@@ -298,7 +304,7 @@ def _attention_of(
         if asked is None or part in probe.again:
             return "it does not always attend once", None
         given = [t.transpose(1, 2) for t in (asked.query, asked.key, asked.value)]
-        if not all(_close(found, wanted) for found, wanted in zip(given, seen(x), strict=True)):
+        if not all(close(found, wanted) for found, wanted in zip(given, seen(x), strict=True)):
             return "its queries, keys or values are not projections, normed and rotated by halves", None
         if not torch.equal(output[0], out(asked.answer.flatten(2))):
             return "its output is not the projection of what it attended", None
@@ -332,7 +338,7 @@ def _find_layers(
     calls: dict[nn.Module, Call],
     norms: dict[nn.Module, RmsNorm],
     attentions: dict[nn.Module, FusedAttention],
-    mlps: dict[nn.Module, FusedMlp],
+    mlps: dict[nn.Module, FusedMlp | FusedMixture],
     report: Fused,
 ) -> dict[nn.Module, FusedLayer]:
     """Every layer that is two norms, an attention and something, each added to what came in."""
@@ -370,7 +376,7 @@ def _layer_of(
     calls: dict[nn.Module, Call],
     norms: dict[nn.Module, RmsNorm],
     attentions: dict[nn.Module, FusedAttention],
-    mlps: dict[nn.Module, FusedMlp],
+    mlps: dict[nn.Module, FusedMlp | FusedMixture],
 ) -> FusedLayer | str:
     """The fused layer, or why it is none: what the recorded run did with the parts' inputs and outputs."""
     if len(children) != 4 or not all(child in calls for child in (part, *children)):
@@ -402,7 +408,7 @@ def _layer_of(
 
 
 def _whole(mlp: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A part that is left as it is (experts, say), over rows."""
+    """A part that is left as it is, over rows."""
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = mlp(rows[None])
@@ -467,42 +473,6 @@ def _merge(linears: list[Any]) -> torch.Tensor:
 def _given(call: Call) -> Any:
     """The one input of a norm, an MLP or a layer."""
     return call.args[0] if call.args else call.kwargs.get("hidden_states", next(iter(call.kwargs.values()), None))
-
-
-def _random(shape: tuple[int, ...], scale: float, model: LoadedModel) -> torch.Tensor:
-    generator = torch.Generator(model.device).manual_seed(1)
-    values = torch.randn(shape, generator=generator, device=model.device, dtype=torch.float32)
-    return (scale * (values + 0.5)).to(model.dtype)
-
-
-def _same(
-    part: nn.Module,
-    expected: Callable[[torch.Tensor], torch.Tensor],
-    width: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> bool:
-    """Whether `part` computes `expected` of rows of any size. The mean is not 0: what subtracts it is found out."""
-    generator = torch.Generator(device).manual_seed(1)
-    rows = torch.randn(1, _ROWS, width, generator=generator, device=device, dtype=torch.float32) + 0.5
-    for scale in _SCALES:
-        x = (scale * rows).to(dtype)
-        try:
-            found = part(x)
-        except (TypeError, RuntimeError):
-            return False
-        if not isinstance(found, torch.Tensor) or not _close(found, expected(x)):
-            return False
-    return True
-
-
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal but for rounding: float32 to 1e-4, 16 bits to 2 % of the tensor's size."""
-    if found.shape != expected.shape:
-        return False
-    limit = 1e-4 if found.dtype == torch.float32 else 2e-2
-    error = (found.float() - expected.float()).norm() / expected.float().norm()
-    return bool(error <= limit)
 
 
 def _plain_norm(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:

@@ -13,6 +13,7 @@ if torch.cuda.is_available():
 
 from static_graphs.fuse import fuse
 from static_graphs.model import LoadedModel, model_from_config
+from static_graphs.tiny_config import tiny_config
 from support.packed_runs import PackedRun
 from support.tiny_models import tiny
 
@@ -35,7 +36,7 @@ def logits(model: LoadedModel) -> torch.Tensor:
         pytest.param("gemma3_text", 0, 2, 2, 13, marks=pytest.mark.full),
         pytest.param("granite", 0, 2, 2, 5, marks=pytest.mark.full),  # scaled residuals
         ("olmo2", 0, 0, 2, 9),  # head norms over all heads at once
-        ("qwen3_moe", 2, 2, 0, 9),  # experts stay as they are
+        ("qwen3_moe", 2, 2, 0, 9),
         ("gpt_neox", 0, 0, 0, 0),
     ],
 )
@@ -47,6 +48,29 @@ def test_what_is_recognised_is_fused_and_gives_the_same_logits(
     model = model_from_config(config, seed=3)
     report = fuse(model)
     assert (report.layers, report.attentions, report.mlps, report.norms) == (layers, attentions, mlps, norms), report
+    torch.testing.assert_close(logits(model), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mixtures", "experts", "left"),
+    [
+        ("qwen3_moe", 4, 4, {}),
+        ("mixtral", 4, 4, {}),
+        ("olmoe", 4, 4, {}),  # weights that do not add up to 1
+        ("qwen2_moe", 0, 4, {"Qwen2MoeSparseMoeBlock": "it has other parts than a router and experts"}),
+        ("gpt_oss", 0, 0, {}),  # biases, and a gate of its own
+    ],
+)
+def test_mixtures_are_fused_or_else_the_experts_in_them(
+    model_type: str, mixtures: int, experts: int, left: dict[str, str]
+) -> None:
+    config = tiny_config(model_type)
+    expected = logits(model_from_config(config, seed=3))
+    model = model_from_config(config, seed=3)
+    report = fuse(model)
+    assert (report.mixtures, report.experts) == (mixtures, experts), report
+    for part, reason in left.items():
+        assert reason in report.left[part]
     torch.testing.assert_close(logits(model), expected, atol=2e-5, rtol=2e-5)
 
 
@@ -121,4 +145,49 @@ def test_a_part_that_does_something_else_is_left_as_it_is(damage: Any, missing: 
     report = fuse(changed)
     full = {"layers": 2, "attentions": 2, "mlps": 2, "norms": 5}
     assert {key: getattr(report, key) for key in full} == {key: full[key] - missing.get(key, 0) for key in full}
+    torch.testing.assert_close(logits(changed), expected, atol=2e-5, rtol=2e-5)
+
+
+def break_experts(model: Any) -> None:
+    """A clamp that no ordinary activation reaches."""
+    experts = model.body.layers[0].mlp.experts
+    own = experts.forward
+    experts.forward = lambda x, index, weights: own(x.clamp(-20, 20), index, weights)
+
+
+def break_router(model: Any) -> None:
+    """The second choice before the first where both are unlikely: told apart by large rows alone."""
+    router = model.body.layers[0].mlp.gate
+    own = router.forward
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores, weights, index = own(x)
+        return scores, weights * torch.where(x.abs().amax(-1, keepdim=True) > 20, 1.1, 1.0), index
+
+    router.forward = forward
+
+
+def break_block(model: Any) -> None:
+    """What is beside the experts."""
+    block = model.body.layers[0].mlp
+    own = block.forward
+    block.forward = lambda x: own(x) + 0.01 * x
+
+
+@pytest.mark.parametrize(
+    ("damage", "experts", "reason"),
+    [
+        (break_experts, 1, "they are not down(act(gate) * up)"),
+        (break_router, 2, "its router weighs in another way than by a softmax"),
+        (break_block, 2, "it does something else beside its experts"),
+    ],
+)
+def test_a_mixture_that_does_something_else_is_left_as_it_is(damage: Any, experts: int, reason: str) -> None:
+    changed, expected_of = (model_from_config(tiny("qwen3_moe"), seed=3) for _ in range(2))
+    damage(changed)
+    damage(expected_of)
+    expected = logits(expected_of)
+    report = fuse(changed)
+    assert (report.mixtures, report.experts) == (1, experts)
+    assert any(reason in each for each in report.left.values()), report
     torch.testing.assert_close(logits(changed), expected, atol=2e-5, rtol=2e-5)
