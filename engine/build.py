@@ -26,7 +26,7 @@ from engine.loop import EngineLoop
 from engine.scheduler import SchedulerLimits
 from engine.tier_setup import position_record, tiers_below, weights_digest
 from engine.types import EngineInfo, GenerationDefaults
-from static_graphs.binding import has_experts
+from static_graphs.binding import count_experts
 from static_graphs.kv_scales import with_kv_scales
 from static_graphs.loading import default_model, export_tokenizer, locate, must_convert
 from static_graphs.model import LoadedModel, ModelLoadError, load_model
@@ -66,17 +66,13 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
             max_model_len=config.max_model_len,
             seed=config.seed,
         )
-        if config.batch_invariant and has_experts(model.module):
-            raise ConfigError(
-                f"{model.architecture} is a mixture of experts, whose products are as long as the batch sends them "
-                "tokens: it cannot be served with batch_invariant, so leave that out or take a dense model"
-            )
         kv_dtype = model.dtype if config.kv_cache_dtype == "auto" else FP8
         if kv_dtype == FP8 and config.load_format != "dummy":
             model = with_kv_scales(model, locate(name))
         tier_names = _tier_names(config, model)  # of the weights as they were loaded
-        if not config.enforce_eager:
-            _quicken(model)
+        fused_experts = 0 if config.enforce_eager else _quicken(model)
+        if config.batch_invariant:
+            _require_fused_experts(config, model, fused_experts)
         tokenizer_dir, num_token_ids = _export_tokenizer(name)
         grammars = _grammars(tokenizer_dir, model)
     except ModelLoadError as error:
@@ -159,15 +155,30 @@ def _tier_names(config: EngineConfig, model: LoadedModel) -> tuple[str, str]:
     return weights, position_record(model.module, model.max_model_len)
 
 
-def _quicken(model: LoadedModel) -> None:
-    """Make the same model faster where this device has a way to. Raises ModelLoadError where the proof fails."""
+def _require_fused_experts(config: EngineConfig, model: LoadedModel, fused: int) -> None:
+    """Refuse a mixture whose products are as long as a step happens to send each expert rows."""
+    if count_experts(model.module) > fused:
+        why = "enforce_eager leaves to transformers" if config.enforce_eager else "no kernel of ours computes"
+        raise ConfigError(
+            f"{model.architecture} is a mixture of experts that {why}: its rows would be computed as the step beside "
+            "them suits, so it cannot be served with batch_invariant. Leave that out"
+        )
+
+
+def _quicken(model: LoadedModel) -> int:
+    """Make the same model faster where this device has a way to; -> modules of experts that our kernels compute.
+
+    Raises ModelLoadError where the proof fails.
+    """
     if model.device.type == "cuda":
         from static_graphs.fuse import fuse  # needs triton, which is there wherever torch has CUDA
         from static_graphs.tiling_table import tilings_for
 
-        logger.info("%s", fuse(model, tilings_for(model.device, model.dtype)))
-    else:
-        pack_linears(model)
+        fused = fuse(model, tilings_for(model.device, model.dtype))
+        logger.info("%s", fused)
+        return fused.experts
+    pack_linears(model)
+    return 0
 
 
 def _widths(config: EngineConfig, ladder: tuple[int, ...], kv_cells: int) -> tuple[int, ...]:

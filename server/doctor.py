@@ -187,7 +187,7 @@ def invariance(batch_invariant: bool, device: str) -> Iterator[Finding]:
     if device == "cpu" or not torch.cuda.is_available():
         yield Finding("batch invariance", "fault", "--batch-invariant needs a CUDA device: leave it out here")
     else:
-        yield Finding("batch invariance", "ok", "proven when the model starts; mixtures of experts are refused")
+        yield Finding("batch invariance", "ok", "proven when the model starts")
 
 
 def room_on_gpu(settings: Settings, weights_bytes: int) -> Iterator[Finding]:

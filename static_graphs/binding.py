@@ -167,9 +167,9 @@ def use_experts(module: Any) -> None:
         module.set_experts_implementation("grouped_mm" if is_grouped else "batched_mm")
 
 
-def has_experts(module: torch.nn.Module) -> bool:
-    """Whether it is a mixture of experts: transformers names their modules so, however they are run."""
-    return any("Experts" in type(part).__name__ for part in module.modules())
+def count_experts(module: torch.nn.Module) -> int:
+    """Modules of experts, 0 in a dense model: transformers names them so, however they are run."""
+    return sum("Experts" in type(part).__name__ for part in module.modules())
 
 
 def use_attention(module: torch.nn.Module, name: str) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.loop import EngineLoop
 from engine.types import GenerateRequest, SamplingParams, Update
 from static_graphs.shapes import SHAPES
@@ -193,6 +194,27 @@ def test_r31_g16_every_sample_of_a_prompt_is_the_same_to_the_last_bit(
     if samples >= 250:  # the load was what it is meant to be
         assert stats.preemptions > 0
         assert all(len(load.cached[name]) > 1 for name in ("prefix of 511", "prefix of 300", "single"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of 128 experts of true size."""
+    folder: Path = tmp_path_factory.mktemp("mixture")
+    shape = {**SHAPES["30b-a3b"], "num_hidden_layers": 2, "initializer_range": 0.05}
+    (folder / "config.json").write_text(json.dumps(shape))
+    return str(folder)
+
+
+def test_r31_of_a_mixture_of_experts_too(mixture: str) -> None:
+    samples = 8
+    load = loaded(mixture, samples, batch_invariant=True, widths=(128,))
+    assert {sum(found.values()) for found in load.outputs.values()} == {samples}
+    assert {key: len(found) for key, found in load.outputs.items() if len(found) != 1} == {}
+
+
+def test_r31_of_a_mixture_is_refused_where_transformers_computes_it(mixture: str) -> None:
+    with pytest.raises(ConfigError, match="mixture of experts that enforce_eager leaves to transformers"):
+        loaded(mixture, 1, batch_invariant=True, enforce_eager=True)
 
 
 def test_r31_how_many_outputs_there_are_by_default_is_told(model: str) -> None:
