@@ -1,6 +1,6 @@
 """Mixtures of experts in few kernels: what takes the place of a block of router and experts, or of experts alone.
 
-A block is five kernels, six where pairs are sorted: router product, choice, (sort,) gated product, down product; the
+A block is four kernels, five where pairs are sorted: router product, choice, (sort,) gated product, down product. The
 experts of a row are left unadded, as parts for the kernel that reads them (fused_layers.py).
 """
 

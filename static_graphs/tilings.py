@@ -68,7 +68,7 @@ def shared_bytes(tiling: Tiling, rows: int, *, gated: bool = False) -> int:
     """Shared memory that a program takes for weights of 16 bits, without what it sums up in at its end (less)."""
     if not tiling.is_dot:
         return 0
-    return 2 * tiling.stages * tiling.block_k * (tiling.block_n * (2 if gated else 1) + max(MIN_ROWS, bucket(rows)))
+    return tiling.stages * tiling.stage_bytes(max(MIN_ROWS, bucket(rows)), 2, is_gated=gated)
 
 
 def choose(rows: int, width: int, depth: int, *, gated: bool = False, bits: int = 16) -> Tiling | None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from static_graphs.kernels.norms import gate_by
 from static_graphs.kernels.products import Tiling, gated_product, product
+from static_graphs.kernels.shared_memory import room_of
 from static_graphs.tilings import Product, bucket, choose, kernel_rows, shared_bytes
 
 WIN = 0.03
@@ -65,8 +66,7 @@ class Limits:
     def of(device: torch.device) -> Limits:
         """Of a CUDA device."""
         known = torch.cuda.get_device_properties(device)
-        shared: int = getattr(known, "shared_memory_per_block_optin", known.shared_memory_per_block)
-        return Limits(shared, known.multi_processor_count, known.L2_cache_size)
+        return Limits(room_of(device).shared_bytes, known.multi_processor_count, known.L2_cache_size)
 
 
 @dataclass(frozen=True, slots=True)

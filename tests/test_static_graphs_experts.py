@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 if torch.cuda.is_available():
     pytest.skip("the kernels run compiled here, in tests/gpu/test_gpu_experts.py", allow_module_level=True)
 
-from static_graphs.kernels.experts import ExpertTiling, choose_experts, down_experts, gated_experts, sort_pairs
+from static_graphs.kernels.experts import ExpertTiling, Routed, choose_experts, down_experts, gated_experts, sort_pairs
 from static_graphs.mixtures import tilings_of
 from support.experts import expected_choice, expected_experts
 
@@ -48,8 +48,9 @@ def test_a_row_of_no_numbers_goes_to_experts_that_are_there(bad: float) -> None:
 @pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 4, 2), (5, 3, 3), (40, 16, 4), (700, 5, 4)])
 def test_pairs_are_sorted_by_expert_and_then_by_number(rows: int, experts: int, top_k: int) -> None:
     """2,800 pairs are more than a program compares at a time."""
-    logits = torch.randn(1, rows, experts) + torch.linspace(0, 3, experts)  # some experts get few or none
-    routed = sort_pairs(choose_experts(logits, top_k, is_normed=False, dtype=torch.float32), experts)
+    logits = torch.randn(rows, experts) + torch.linspace(0, 3, experts)  # some experts get few or none
+    chosen = logits.topk(top_k)
+    routed = sort_pairs(Routed(chosen.indices.int(), chosen.values), experts)
     flat = routed.experts.flatten()
     assert routed.order is not None
     assert routed.starts is not None

@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cache.attend.launch import next_power, overlapped
 from static_graphs.kernels.products import ACTIVATIONS, activate
+from static_graphs.kernels.shared_memory import room_of
 
 SORT_BLOCK = 2048
 """Pairs that a program of the sort compares at a time: one number, so one kernel."""
@@ -39,6 +40,10 @@ class ExpertTiling:
     stages: int = 4
     programs: int = 1
     """For an expert's blocks of pairs, in turn."""
+
+    def stage_bytes(self, itemsize: int, *, is_gated: bool) -> int:
+        """Shared memory of a stage: a block of each weight and one of the pairs' rows."""
+        return itemsize * self.block_k * (self.block_n * (2 if is_gated else 1) + (self.block_r or 0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +147,8 @@ def _launch(
         return
     assert routed.order is not None
     assert routed.starts is not None
+    is_exact = x.dtype == torch.float32
+    stage_bytes = tiling.stage_bytes(x.element_size(), is_gated=gate > 0)
     _multiply_pairs[(columns, experts, tiling.programs)](
         x,
         weight,
@@ -154,8 +161,8 @@ def _launch(
         depth,
         *strides,
         BLOCK_R=tiling.block_r,
-        UPCAST=x.dtype == torch.float32,
-        num_stages=tiling.stages,
+        UPCAST=is_exact,
+        num_stages=room_of(x.device).stages(tiling.stages, stage_bytes, is_exact=is_exact),
         **shape,
     )
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cache.attend.launch import LINE, fetch_ahead, next_power, overlapped
+from static_graphs.kernels.shared_memory import room_of
 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 MIN_ROWS = 16
@@ -40,6 +41,10 @@ class Tiling:
     is_dot: bool = True
     fetch: int = 256
     """Elements of each weight row that a program asks for before its input is there. A power of two, 64 or more."""
+
+    def stage_bytes(self, block_r: int, itemsize: int, *, is_gated: bool) -> int:
+        """Shared memory of a stage: a block of each weight and one of block_r rows."""
+        return itemsize * self.block_k * (self.block_n * (2 if is_gated else 1) + block_r)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, tiling: Tiling) -> torch.Tensor:
@@ -75,6 +80,8 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor, tiling: Til
         _multiply_row[grid](x, weight, up, out, width, depth, part, weight.stride(0), **shape)
         return out
     block_r = max(MIN_ROWS, next_power(rows))
+    is_exact = x.dtype == torch.float32
+    stage_bytes = tiling.stage_bytes(block_r, x.element_size(), is_gated=gate > 0)
     _multiply_rows[grid](
         x,
         weight,
@@ -88,8 +95,8 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor, tiling: Til
         weight.stride(0),
         BLOCK_R=block_r,
         EVEN_R=rows == block_r,
-        UPCAST=x.dtype == torch.float32,
-        num_stages=tiling.stages,
+        UPCAST=is_exact,
+        num_stages=room_of(x.device).stages(tiling.stages, stage_bytes, is_exact=is_exact),
         **shape,
     )
     return out
