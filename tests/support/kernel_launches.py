@@ -34,6 +34,7 @@ from static_graphs.kernels.norms import RmsNorm, add_norm, gate_by, rms_norm
 from static_graphs.kernels.products import gated_product, product
 from static_graphs.kernels.rotary import rotate_and_store
 from static_graphs.kernels.sampling import argmax_rows, draw
+from static_graphs.mixtures import FusedExperts, FusedMixture
 from static_graphs.sampler import SampleInputs
 from static_graphs.tilings import choose
 from support.steps import build_step, plain_pool
@@ -243,6 +244,36 @@ LAYERS: dict[str, Case] = {
 }
 
 
+def mix(
+    rows: int,
+    dtype: torch.dtype = BF16,
+    *,
+    experts: int = 128,
+    top_k: int = 8,
+    size: tuple[int, int] = (2048, 768),
+    activation: str = "silu",
+    is_normed: bool = True,
+) -> None:
+    hidden, inner = size
+    of = FusedExperts(
+        meta(experts, 2 * inner, hidden, dtype=dtype), meta(experts, hidden, inner, dtype=dtype), activation
+    )
+    FusedMixture(meta(experts, hidden, dtype=dtype), of, top_k, is_normed)(meta(rows, hidden, dtype=dtype))
+
+
+MIXTURES: dict[str, Case] = {
+    "one row's experts": partial(mix, 1),
+    "one row's experts in float32": partial(mix, 1, F32, is_normed=False),
+    "one row's experts of odd sizes": partial(mix, 1, experts=5, top_k=3, size=(72, 40), activation="gelu_tanh"),
+    "experts of a few rows": partial(mix, 9),
+    "experts of 256 rows": partial(mix, 256),
+    "experts of 500 rows": partial(mix, 500),
+    "experts of 8,192 rows": partial(mix, 8192),
+    "one expert a row": partial(mix, 64, experts=16, top_k=1, activation="gelu_tanh"),
+    "experts of odd sizes in float32": partial(mix, 9, F32, experts=5, top_k=3, size=(72, 40)),
+}
+
+
 # --- the sampler and offloading -----------------------------------------------------------------------------------
 
 
@@ -304,7 +335,7 @@ BROKEN: dict[str, Case] = {
 
 def main() -> None:
     driver.set_active(NoDevice())
-    for case, launch in (ATTENTION | LAYERS | OTHERS | BROKEN).items():
+    for case, launch in (ATTENTION | LAYERS | MIXTURES | OTHERS | BROKEN).items():
         knobs.runtime.jit_cache_hook = partial(record, case)
         launch()
     print(json.dumps(list(variants.values())))
