@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from static_graphs.kernels.products import Tiling
-from static_graphs.tilings import RULE, Measured, Tilings, bucket, shared_bytes
+from static_graphs.tilings import RULE, Measured, Tiling, Tilings, bucket, shared_bytes
 
 logger = logging.getLogger(__name__)
 

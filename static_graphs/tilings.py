@@ -1,6 +1,7 @@
 """Which way a matrix product of few rows is computed: by one of our kernels, cut so or so, or by cuBLAS (None).
 
-What was measured on this device (tune.py) comes first; of all else a rule decides.
+What was measured on this device (tune.py) comes first; of all else a rule decides. Needs no triton: what is known of
+tilings is also asked where kernels are never launched.
 """
 
 from __future__ import annotations
@@ -9,14 +10,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from static_graphs.kernels.products import MIN_ROWS, Tiling
-
+MIN_ROWS = 16
+"""Rows of the smallest matrix instruction: fewer are padded, at no cost."""
 MAX_ROWS = 64
 """Rows from which on cuBLAS is faster: the products begin to wait for the matrix units instead of the weights."""
 NARROW = 1024
 """Columns so few that cuBLAS leaves most of the device idle: there ours win up to twice as many rows."""
 PROGRAMS = 264
 """Two a multiprocessor of an H200: as many parts as give no more programs than run at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How one product is cut. is_dot False: one row, by multiplying and adding, without the matrix units."""
+
+    block_n: int
+    block_k: int
+    parts: int = 1
+    warps: int = 4
+    stages: int = 4
+    is_dot: bool = True
+    fetch: int = 256
+    """Elements of each weight row that a program asks for before its input is there. A power of two, 64 or more."""
+
+    def stage_bytes(self, block_r: int, itemsize: int, *, is_gated: bool) -> int:
+        """Shared memory of a stage: a block of each weight and one of block_r rows."""
+        return itemsize * self.block_k * (self.block_n * (2 if is_gated else 1) + block_r)
 
 
 class Product(NamedTuple):

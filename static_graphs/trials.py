@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 
 from static_graphs.kernels.norms import gate_by
-from static_graphs.kernels.products import Tiling, gated_product, product
+from static_graphs.kernels.products import gated_product, product
 from static_graphs.kernels.shared_memory import room_of
-from static_graphs.tilings import Product, bucket, choose, kernel_rows, shared_bytes
+from static_graphs.tilings import Product, Tiling, bucket, choose, kernel_rows, shared_bytes
 
 WIN = 0.03
 """By how much a candidate must beat the rule's choice: less is noise, and the rule is known everywhere."""

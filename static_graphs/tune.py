@@ -22,11 +22,10 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from cache.figures import figure
-from static_graphs.kernels.products import Tiling
 from static_graphs.load_errors import ModelLoadError
 from static_graphs.shapes import SHAPES
 from static_graphs.tiling_table import COMMAND, Stamp, UnusableTable, read_table, write_table
-from static_graphs.tilings import Measured, Product, bucket
+from static_graphs.tilings import Measured, Product, Tiling, bucket
 from static_graphs.trials import (
     Choice,
     Limits,

@@ -207,3 +207,38 @@ def test_a_server_that_has_served_a_request_has_not_imported_torch() -> None:
     outcome = json.loads(served.stdout.splitlines()[-1])
     assert outcome["heavy"] == []
     assert outcome["statuses"] == {"models": 200, "metrics": 200, "completions": 200}
+
+
+GENERATE_ON_A_CPU = """
+import sys, json
+sys.modules["triton"] = None  # an import of it fails, as where it is not installed
+from pathlib import Path
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.types import GenerateRequest
+from static_graphs.shapes import SHAPES
+
+shape = {**SHAPES["0.6b"], "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 100}
+Path(sys.argv[1], "config.json").write_text(json.dumps(shape))
+config = EngineConfig(sys.argv[1], device="cpu", load_format="dummy", max_model_len=64, kv_cells=64)
+loop, _ = build_engine(config, lambda *_: None)
+loop.submit(GenerateRequest("a", (1, 2, 3), max_new_tokens=4))
+told = []
+while loop.has_work():
+    told += [token for update in loop.step() for token in update.token_ids]
+print(len(told))
+"""
+
+
+def test_an_engine_on_a_cpu_needs_no_triton(tmp_path: Path) -> None:
+    """torch brings it where it has CUDA, and nothing else does: not on a laptop, not in the CPU image."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", GENERATE_ON_A_CPU, str(tmp_path)],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split()[-1] == "4"

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
-from static_graphs.kernels.products import MIN_ROWS, next_power
-from static_graphs.tilings import Tilings, kernel_rows
+from static_graphs.kernels.products import next_power
+from static_graphs.tilings import MIN_ROWS, Tilings, kernel_rows
 
 COMPILES_TWICE = """
 import triton

@@ -12,9 +12,9 @@ if torch.cuda.is_available():
 
 from cache.geometry import FP8, KvScales
 from static_graphs.kernels.norms import RmsNorm, add_norm, gate_by, rms_norm
-from static_graphs.kernels.products import Tiling, gated_product, product
+from static_graphs.kernels.products import gated_product, product
 from static_graphs.kernels.rotary import rotate_and_store
-from static_graphs.tilings import choose
+from static_graphs.tilings import Tiling, choose
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:

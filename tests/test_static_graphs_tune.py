@@ -17,10 +17,9 @@ if torch.cuda.is_available():
 
 from static_graphs import tiling_table, tune
 from static_graphs.fuse import fuse
-from static_graphs.kernels.products import Tiling
 from static_graphs.model import LoadedModel, model_from_config
 from static_graphs.tiling_table import Stamp, UnusableTable, read_table, tilings_for, write_table
-from static_graphs.tilings import RULE, Measured, Product, Tilings, bucket, choose, shared_bytes
+from static_graphs.tilings import RULE, Measured, Product, Tiling, Tilings, bucket, choose, shared_bytes
 from static_graphs.trials import Limits, Trial, best, candidates, kernels_of, rule_of
 from support.packed_runs import PackedRun
 from support.tiny_models import tiny

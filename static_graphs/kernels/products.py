@@ -14,8 +14,6 @@ The interpreter (TRITON_INTERPRET=1, no GPU) runs the same kernels except for bf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -23,28 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cache.attend.launch import LINE, fetch_ahead, next_power, overlapped
 from static_graphs.kernels.shared_memory import room_of
+from static_graphs.tilings import MIN_ROWS, Tiling
 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
-MIN_ROWS = 16
-"""Rows of the smallest matrix instruction: fewer are padded, at no cost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How one product is cut. is_dot False: one row, by multiplying and adding, without the matrix units."""
-
-    block_n: int
-    block_k: int
-    parts: int = 1
-    warps: int = 4
-    stages: int = 4
-    is_dot: bool = True
-    fetch: int = 256
-    """Elements of each weight row that a program asks for before its input is there. A power of two, 64 or more."""
-
-    def stage_bytes(self, block_r: int, itemsize: int, *, is_gated: bool) -> int:
-        """Shared memory of a stage: a block of each weight and one of block_r rows."""
-        return itemsize * self.block_k * (self.block_n * (2 if is_gated else 1) + block_r)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, tiling: Tiling) -> torch.Tensor:

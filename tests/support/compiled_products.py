@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from static_graphs.kernels import experts, products
 from static_graphs.kernels.shared_memory import Room
 from static_graphs.mixtures import tilings_of
-from static_graphs.tilings import choose
+from static_graphs.tilings import MIN_ROWS, choose
 
 SHAPES = ((4096, 4096), (151_936, 4096))
 ROWS = (2, 17, 33, 65)
@@ -33,7 +33,7 @@ def kernels(room: Room, bits: int) -> Iterator[tuple[Any, dict[str, Any], int, i
         for rows in ROWS:
             for width, depth in SHAPES:
                 tiling = choose(rows, width, depth, gated=gated, bits=bits)
-                block_r = max(products.MIN_ROWS, 1 << (rows - 1).bit_length())
+                block_r = max(MIN_ROWS, 1 << (rows - 1).bit_length())
                 if tiling is None or (tiling.block_n, tiling.block_k, tiling.stages, block_r, gated) in seen:
                     continue
                 seen.add((tiling.block_n, tiling.block_k, tiling.stages, block_r, gated))
