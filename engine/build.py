@@ -31,6 +31,8 @@ from static_graphs.kv_scales import with_kv_scales
 from static_graphs.loading import default_model, export_tokenizer, locate, must_convert
 from static_graphs.model import LoadedModel, ModelLoadError, load_model
 from static_graphs.pack import pack_linears
+from static_graphs.tiling_table import tilings_for
+from static_graphs.tilings import RULE, Tilings
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,8 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         if kv_dtype == FP8 and config.load_format != "dummy":
             model = with_kv_scales(model, locate(name))
         tier_names = _tier_names(config, model)  # of the weights as they were loaded
-        fused_experts = 0 if config.enforce_eager else _quicken(model)
+        tilings = RULE if config.enforce_eager else tilings_for(device, model.dtype)
+        fused_experts = 0 if config.enforce_eager else _quicken(model, tilings)
         if config.batch_invariant:
             _require_fused_experts(config, model, fused_experts)
         tokenizer_dir, num_token_ids = _export_tokenizer(name)
@@ -130,7 +133,7 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[EngineLoop, 
         created_s=int(time.time()),
     )
     has_prefixes = config.prefix_cache and config.cache == "cells"
-    make_tiers = tiers_below(config, executor.cache_control, *tier_names, device)
+    make_tiers = tiers_below(config, executor.cache_control, *tier_names, device, tilings)
     loop = EngineLoop(executor, limits, prefix_cache=has_prefixes, make_tiers=make_tiers, grammars=grammars)
     return loop, info
 
@@ -165,16 +168,15 @@ def _require_fused_experts(config: EngineConfig, model: LoadedModel, fused: int)
         )
 
 
-def _quicken(model: LoadedModel) -> int:
+def _quicken(model: LoadedModel, tilings: Tilings) -> int:
     """Make the same model faster where this device has a way to; -> modules of experts that our kernels compute.
 
     Raises ModelLoadError where the proof fails.
     """
     if model.device.type == "cuda":
         from static_graphs.fuse import fuse  # needs triton, which is there wherever torch has CUDA
-        from static_graphs.tiling_table import tilings_for
 
-        fused = fuse(model, tilings_for(model.device, model.dtype))
+        fused = fuse(model, tilings)
         logger.info("%s", fused)
         return fused.experts
     pack_linears(model)

@@ -30,6 +30,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_tiers import KvTiers
 from static_graphs.tiling_table import Stamp
+from static_graphs.tilings import RULE, Tilings
 
 GIB = 1 << 30
 SECRET_BYTES = 16
@@ -40,12 +41,18 @@ logger = logging.getLogger(__name__)
 
 
 def tiers_below(
-    config: EngineConfig, cache: CellCache, weights: str, positions: str, device: torch.device
+    config: EngineConfig,
+    cache: CellCache,
+    weights: str,
+    positions: str,
+    device: torch.device,
+    tilings: Tilings = RULE,
 ) -> Callable[[RadixTree], KvTiers] | None:
     """What joins a tree to the configured tiers; None where there are none.
 
-    weights, positions: of `weights_digest` and `position_record`. Raises ConfigError for tiers that cannot be had. They
-    are closed with the process, behind a last chance to copy down what is dirty.
+    weights, positions: of `weights_digest` and `position_record`. tilings: by which the fused layers cut products.
+    Raises ConfigError for tiers that cannot be had. They are closed with the process, behind a last chance to copy down
+    what is dirty.
     """
     if config.kv_host_gib is None:
         return None
@@ -61,7 +68,7 @@ def tiers_below(
         dtype=cache.geometry.record_in(kv_dtype),
         geometry=geometry_record(cache.geometry),
         rope=positions,
-        steps=step_record(config, device),
+        steps=step_record(config, device, tilings),
     )
     try:
         objects = _stores(config, groups, transfers, namespace, pinned=device.type == "cuda")
@@ -160,11 +167,11 @@ def position_record(module: torch.nn.Module, max_model_len: int) -> str:
     return f"{blake2b(record.encode(), digest_size=16).hexdigest()} up to {max_model_len}"
 
 
-def step_record(config: EngineConfig, device: torch.device) -> str:
+def step_record(config: EngineConfig, device: torch.device, tilings: Tilings) -> str:
     """What the last bits of K/V depend on, where they are promised; "" where they are not, and any server's will do."""
     if config.fixed_width is None:
         return ""
-    kernels = "as transformers wrote them" if config.enforce_eager else "fused"
+    kernels = "as transformers wrote them" if config.enforce_eager else f"fused {tilings.record}".rstrip()
     where = Stamp.of(device) if device.type == "cuda" else device
     return f"{config.fixed_width} rows, layers {kernels}, on {where}"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
+from static_graphs.graphs import captured
 from static_graphs.kernels.norms import gate_by
 from static_graphs.kernels.products import gated_product, product
 from static_graphs.kernels.shared_memory import room_of
@@ -206,11 +207,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, of: Product, tiling: Tiling 
 
 def graph_us(run: Callable[[], object]) -> float:
     """Median device time of one `run`, replayed from a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     for _ in range(2):
         graph.replay()
     times: list[float] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from engine.errors import ConfigError
 from engine.loop import EngineLoop
 from engine.tier_setup import GIB, tiers_below, weights_digest
 from engine.types import GenerateRequest, SamplingParams, Update
+from static_graphs.tilings import RULE, Measured, Tiling, Tilings
 from support.model_folder import write_folder
 from support.redis_server import Server
 from support.tiny_models import tiny
@@ -166,15 +168,24 @@ def test_servers_that_promise_every_bit_find_only_what_was_computed_as_they_comp
     cache = CellCache(
         Geometry((LayerGeometry(1, 4, 4),)), CacheConfig(64, 8, torch.float32, max_sequences=1), torch.device("cpu")
     )
-    ways = ({}, *({"batch_invariant": True, "widths": (64,)} | other for other in ({}, {"widths": (128,)}, EAGER)))
-    roots = []
-    for way in (*ways, EAGER):
-        config = EngineConfig("m", kv_host_gib=4 * MIB, **way)  # type: ignore[arg-type]
-        make_tiers = tiers_below(config, cache, "w", "p", torch.device("cpu"))
+
+    def root(tilings: Tilings = RULE, **way: Any) -> bytes:
+        config = EngineConfig("m", kv_host_gib=4 * MIB, **way)
+        make_tiers = tiers_below(config, cache, "w", "p", torch.device("cpu"), tilings)
         assert make_tiers is not None
-        roots.append(make_tiers(RadixTree(cache))._namespace.root)
-    assert len(set(roots[:-1])) == len(ways)
-    assert roots[-1] == roots[0]
+        return make_tiers(RadixTree(cache))._namespace.root
+
+    fixed = {"batch_invariant": True, "widths": (64,)}
+    measured = Tilings({Measured(4096, 1024, False, 64): Tiling(64, 128)})
+    apart = [
+        root(),
+        root(**fixed),
+        root(measured, **fixed),
+        root(**(fixed | {"widths": (128,)})),
+        root(**fixed, **EAGER),
+    ]
+    assert len(set(apart)) == len(apart)
+    assert root(**EAGER) == root(measured) == root()
 
 
 @pytest.mark.parametrize(

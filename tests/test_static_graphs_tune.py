@@ -246,6 +246,14 @@ def test_measured_choices_come_first_and_the_rule_decides_the_rest() -> None:
         assert tilings.choose(rows, 4096, 1024) == RULE.choose(rows, 4096, 1024) == choose(rows, 4096, 1024)
 
 
+def test_tables_of_the_same_choices_have_one_record_and_the_rule_has_none() -> None:
+    first, second = Measured(4096, 1024, False, 64), Measured(4096, 1024, True, 16)
+    one = Tilings({first: None, second: SPLIT})
+    assert one.record == Tilings({second: SPLIT, first: None}).record
+    assert len({one.record, Tilings({first: SPLIT, second: SPLIT}).record, RULE.record}) == 3
+    assert RULE.record == ""
+
+
 def test_without_cuda_the_rule_decides_and_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert tilings_for(torch.device("cpu"), torch.bfloat16) is RULE
     assert tune.main(["--shapes", "0.6b", "--rows", "64,128"]) == 2
