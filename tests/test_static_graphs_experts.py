@@ -34,6 +34,12 @@ def test_of_equal_logits_the_first_expert_wins_and_none_is_chosen_twice() -> Non
     assert routed.experts.tolist() == [[1, 3, 0], [4, 0, 1], [0, 1, 2]]
 
 
+def test_a_logit_that_is_rounded_to_minus_zero_equals_zero() -> None:
+    parts = torch.tensor([[[-1e-9, 0.0, -1e-9, -1.0]]])
+    routed = choose_experts(parts, 2, is_normed=True, dtype=torch.float16)
+    assert routed.experts.tolist() == [[0, 1]]
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter's numpy, in inf - inf
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), float("-inf")])
 def test_a_row_of_no_numbers_goes_to_experts_that_are_there(bad: float) -> None:

@@ -198,6 +198,7 @@ def _choose(
     odds = odds / tl.sum(odds, 0)
     # Keys in the order of the logits: integers, so that a NaN is an expert too and none is chosen twice.
     bits = tl.where(logits == logits, logits, float("inf")).to(tl.int32, bitcast=True)
+    bits = tl.where(logits == 0.0, 0, bits)  # -0.0, which a small negative is rounded to, is 0.0
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     none = -2147483648
     key = tl.where(inside, key, none)
