@@ -79,7 +79,7 @@ def fuse(model: LoadedModel, tilings: Tilings = RULE) -> Fused:
             calls = _record(model)
             norms = _find_norms(model)
             mlps: dict[nn.Module, FusedMlp | FusedMixture] = {**_find_mlps(model, report, tilings)}
-            experts = find_experts(model, report.left)
+            experts = find_experts(model, calls, report.left)
             mixtures = find_mixtures(model, calls, experts, report.left, tilings)
             mlps.update(mixtures)
             attentions = _find_attentions(model, calls, norms, report, tilings)

@@ -48,8 +48,8 @@ class FusedExperts:
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         """As transformers calls a module of experts: -> [R, H]."""
-        routed = Routed(top_k_index.int(), top_k_weights.to(hidden_states.dtype))
-        return self(hidden_states, routed).sum(1)
+        routed = Routed(top_k_index.int().contiguous(), top_k_weights.contiguous())  # may be columns of a sort
+        return self(hidden_states.contiguous(), routed).sum(1)
 
 
 class FusedMixture:
@@ -97,7 +97,9 @@ def tilings_of(pairs: int, rows: int, experts: int, *, itemsize: int = 2) -> tup
     }[block_r]
 
 
-def find_experts(model: LoadedModel, left: dict[str, str]) -> dict[nn.Module, FusedExperts]:
+def find_experts(
+    model: LoadedModel, calls: dict[nn.Module, Any], left: dict[str, str]
+) -> dict[nn.Module, FusedExperts]:
     """Every module of stacked experts that is, for each row and each of its experts, down(act(gate) * up)."""
     found: dict[nn.Module, FusedExperts] = {}
     for name, part in model.body.named_modules():
@@ -111,6 +113,9 @@ def find_experts(model: LoadedModel, left: dict[str, str]) -> dict[nn.Module, Fu
         is_plain = gate_up.shape == (experts, 2 * inner, hidden) and gate_up.is_contiguous() and down.is_contiguous()
         if not is_plain or {gate_up.dtype, down.dtype} != {model.dtype}:
             left.setdefault(type(part).__name__, f"{name}: its weights are laid out in another way")
+            continue
+        if part not in calls or not _takes_pairs(calls[part]):
+            left.setdefault(type(part).__name__, f"{name}: it is called in another way, or twice")
             continue
         for activation, act in ACTIVATIONS.items():
             if _computes(part, gate_up, down, act):
@@ -135,11 +140,14 @@ def find_mixtures(
         inner = [child for child in children if child in experts]
         if not inner:
             continue
-        (fused,) = inner
-        router = next((child for child in children if child is not fused), None)
-        if len(children) != 2 or router is None or fused not in calls or part not in calls:
+        router = next((child for child in children if child not in experts), None)
+        if len(children) != 2 or router is None or part not in calls:
             left.setdefault(type(part).__name__, f"{name}: it has other parts than a router and experts, or runs twice")
             continue
+        if not _takes_rows(calls[part], 3) or router not in calls or not _takes_rows(calls[router], 2):
+            left.setdefault(type(part).__name__, f"{name}: it or its router is given something else than rows alone")
+            continue
+        (fused,) = inner
         reason, mixture = _mixture_of(model, part, router, experts[fused], calls[fused], tilings)
         if mixture is None:
             left.setdefault(type(part).__name__, f"{name}: {reason}")
@@ -157,11 +165,7 @@ def _mixture_of(
     weight = parameters.get("weight")
     if len(parameters) != 1 or weight is None or weight.shape != (count, hidden) or weight.dtype != model.dtype:
         return "its router is not one product", None
-    given = [*call.args, *call.kwargs.values()]
-    indices = [each for each in given if isinstance(each, torch.Tensor) and not each.is_floating_point()]
-    if len(indices) != 1:
-        return "its experts are called in another way", None
-    top_k = indices[0].shape[-1]
+    top_k = next(each for each in (*call.args, *call.kwargs.values()) if not each.is_floating_point()).shape[-1]
     normed: bool | None = None
     for scale in SCALES:
         x = random_rows((ROWS, hidden), scale, model.dtype, model.device)
@@ -190,6 +194,27 @@ def _mixture_of(
             return "it does something else beside its experts", None
     assert normed is not None
     return "", FusedMixture(weight.data, experts, top_k, normed, tilings)
+
+
+def _takes_pairs(call: Any) -> bool:
+    """Whether experts were given rows [R, H], and experts and weights [R, TOP_K], as `FusedExperts.forward` is."""
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    given = [*call.args, *(call.kwargs.get(name) for name in names[len(call.args) :])]
+    if len(call.args) + len(call.kwargs) != 3 or not all(isinstance(t, torch.Tensor) and t.dim() == 2 for t in given):
+        return False
+    x, index, weights = given
+    is_typed = [t.is_floating_point() for t in given] == [True, False, True]
+    return is_typed and index.shape == weights.shape and len(index) == len(x)
+
+
+def _takes_rows(call: Any, dims: int) -> bool:
+    """Whether a part was given one tensor of so many dimensions, by position."""
+    return (
+        len(call.args) == 1
+        and not call.kwargs
+        and isinstance(call.args[0], torch.Tensor)
+        and call.args[0].dim() == dims
+    )
 
 
 def _chosen(output: object, top_k: int) -> tuple[torch.Tensor, torch.Tensor] | None:

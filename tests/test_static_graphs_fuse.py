@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def test_what_is_recognised_is_fused_and_gives_the_same_logits(
         ("olmoe", 4, 4, {}),  # weights that do not add up to 1
         ("qwen2_moe", 0, 4, {"Qwen2MoeSparseMoeBlock": "it has other parts than a router and experts"}),
         ("gpt_oss", 0, 0, {}),  # biases, and a gate of its own
+        ("minimax_m2", 0, 4, {"MiniMaxM2SparseMoeBlock": "it or its router is given something else than rows alone"}),
     ],
 )
 def test_mixtures_are_fused_or_else_the_experts_in_them(
@@ -174,9 +176,92 @@ def break_block(model: Any) -> None:
     block.forward = lambda x: own(x) + 0.01 * x
 
 
+def routed_by(model: Any, use: Any) -> None:
+    """A block whose experts are used by `use(block, rows, weights, index)`."""
+    block = model.body.layers[0].mlp
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, x.shape[-1])
+        _, weights, index = block.gate(rows)
+        out: torch.Tensor = use(block, rows, weights, index)
+        return out.view(x.shape)
+
+    block.forward = forward
+
+
+def name_experts_arguments(model: Any) -> None:
+    experts = model.body.layers[0].mlp.experts
+    own = experts.forward
+    experts.forward = lambda x, chosen, shares: own(x, chosen, shares)
+    routed_by(model, lambda block, x, weights, index: block.experts(x, chosen=index, shares=weights))
+
+
+def swap_experts_arguments(model: Any) -> None:
+    experts = model.body.layers[0].mlp.experts
+    own = experts.forward
+    experts.forward = lambda x, shares, chosen: own(x, chosen, shares)
+    routed_by(model, lambda block, x, weights, index: block.experts(x, weights, index))
+
+
+def call_experts_twice(model: Any) -> None:
+    routed_by(model, lambda block, x, weights, index: block.experts(block.experts(x, index, weights), index, weights))
+
+
+def add_experts(model: Any) -> None:
+    block = model.body.layers[0].mlp
+    block.more = deepcopy(block.experts)
+    routed_by(
+        model, lambda block, x, weights, index: block.experts(x, index, weights) + block.more(x, index, 2 * weights)
+    )
+
+
+def add_router_argument(model: Any) -> None:
+    block = model.body.layers[0].mlp
+    own = block.gate.forward
+    block.gate.forward = lambda x, bias: own(x)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, x.shape[-1])
+        _, weights, index = block.gate(rows, 0.0)
+        out: torch.Tensor = block.experts(rows, index, weights)
+        return out.view(x.shape)
+
+    block.forward = forward
+
+
+class Caller(torch.nn.Module):
+    """Calls a block in a way of its own."""
+
+    def __init__(self, block: torch.nn.Module, call: Any) -> None:
+        super().__init__()
+        self.block, self.call = block, call
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.call(self.block, x)
+
+
+def name_block_argument(model: Any) -> None:
+    layer = model.body.layers[0]
+    layer.mlp = Caller(layer.mlp, lambda block, x: block(hidden_states=x))
+
+
+def add_block_argument(model: Any) -> None:
+    layer = model.body.layers[0]
+    own = layer.mlp.forward
+    layer.mlp.forward = lambda x, by=1.0: own(x) * by
+    layer.mlp = Caller(layer.mlp, lambda block, x: block(x, 2.0))
+
+
 @pytest.mark.parametrize(
     ("damage", "experts", "reason"),
     [
+        (name_experts_arguments, 1, "it is called in another way"),
+        (swap_experts_arguments, 1, "it is called in another way"),
+        (call_experts_twice, 1, "it is called in another way, or twice"),
+        (add_experts, 3, "it has other parts than a router and experts"),
+        (add_router_argument, 2, "it or its router is given something else than rows alone"),
+        (name_block_argument, 2, "it or its router is given something else than rows alone"),
+        (add_block_argument, 2, "it or its router is given something else than rows alone"),
         (break_experts, 1, "they are not down(act(gate) * up)"),
         (break_router, 2, "its router weighs in another way than by a softmax"),
         (break_block, 2, "it does something else beside its experts"),
@@ -190,4 +275,18 @@ def test_a_mixture_that_does_something_else_is_left_as_it_is(damage: Any, expert
     report = fuse(changed)
     assert (report.mixtures, report.experts) == (1, experts)
     assert any(reason in each for each in report.left.values()), report
+    torch.testing.assert_close(logits(changed), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_experts_take_rows_and_weights_that_are_columns_of_something_wider() -> None:
+    def use(block: Any, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        wider = torch.cat([weights, -weights], 1)[:, :2]
+        out: torch.Tensor = block.experts(x.T.contiguous().T, index.T.contiguous().T, wider)
+        return out + 0.1 * x
+
+    changed, expected_of = (model_from_config(tiny("qwen3_moe"), seed=3) for _ in range(2))
+    routed_by(changed, use)
+    routed_by(expected_of, use)
+    expected = logits(expected_of)
+    assert fuse(changed).experts == 2
     torch.testing.assert_close(logits(changed), expected, atol=2e-5, rtol=2e-5)
