@@ -45,10 +45,10 @@ def same(
     return True
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal but for rounding: float32 to 1e-4, 16 bits to 2 % of the tensor's size."""
+def close(found: torch.Tensor, expected: torch.Tensor, limit_of_16_bits: float = 2e-2) -> bool:
+    """Equal but for rounding: float32 to 1e-4, 16 bits to 2 % of the tensor's size, or what else is said."""
     if found.shape != expected.shape:
         return False
-    limit = 1e-4 if found.dtype == torch.float32 else 2e-2
+    limit = 1e-4 if found.dtype == torch.float32 else limit_of_16_bits
     error = (found.float() - expected.float()).norm() / expected.float().norm()
     return bool(error <= limit)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 if torch.cuda.is_available():
@@ -252,6 +253,11 @@ def add_block_argument(model: Any) -> None:
     layer.mlp = Caller(layer.mlp, lambda block, x: block(x, 2.0))
 
 
+def even_router(model: Any) -> None:
+    """All experts are equally likely, and torch does not choose the first ones."""
+    model.body.layers[0].mlp.gate.weight.data.zero_()
+
+
 @pytest.mark.parametrize(
     ("damage", "experts", "reason"),
     [
@@ -262,6 +268,7 @@ def add_block_argument(model: Any) -> None:
         (add_router_argument, 2, "it or its router is given something else than rows alone"),
         (name_block_argument, 2, "it or its router is given something else than rows alone"),
         (add_block_argument, 2, "it or its router is given something else than rows alone"),
+        (even_router, 2, "its router takes others of equal experts than the first"),
         (break_experts, 1, "they are not down(act(gate) * up)"),
         (break_router, 2, "its router weighs in another way than by a softmax"),
         (break_block, 2, "it does something else beside its experts"),
@@ -290,3 +297,20 @@ def test_experts_take_rows_and_weights_that_are_columns_of_something_wider() -> 
     expected = logits(expected_of)
     assert fuse(changed).experts == 2
     torch.testing.assert_close(logits(changed), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_router_that_does_not_round_its_logits_is_left_as_it_is() -> None:
+    """In float32 beside a model of 16 bits: it tells experts apart that are equal to the kernel."""
+    model = model_from_config(tiny("qwen3_moe", num_experts=32), dtype=torch.float16, seed=3)
+    body: Any = model.body
+    router = body.layers[0].mlp.gate
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = F.linear(x.float(), router.weight.float())
+        weights, index = scores.softmax(-1).topk(router.top_k, -1)
+        return scores, (weights / weights.sum(-1, keepdim=True)).to(x.dtype), index
+
+    router.forward = forward
+    report = fuse(model)
+    assert (report.mixtures, report.experts) == (1, 2)
+    assert "another way than by a softmax" in report.left["Qwen3MoeSparseMoeBlock"]
