@@ -67,3 +67,17 @@ def test_all_rows_to_one_expert_and_the_others_left_out() -> None:
         inner = F.silu(x.double() @ of.experts.gate[31].double().T) * (x.double() @ of.experts.up[31].double().T)
         expected = inner @ of.experts.down[31].double().T
         assert (found.double() - expected).norm() / expected.norm() < 8e-3
+
+
+def test_a_mixture_of_true_size_is_recognised_in_every_layer() -> None:
+    """Of 128 bfloat16 logits some are equal by chance, and a router may take either."""
+    from transformers import AutoConfig
+
+    from static_graphs.fuse import fuse
+    from static_graphs.model import model_from_config
+    from static_graphs.shapes import SHAPES
+
+    shape = {**SHAPES["30b-a3b"], "num_hidden_layers": 4}
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    report = fuse(model_from_config(config, device="cuda", dtype=torch.bfloat16, max_model_len=64))
+    assert (report.mixtures, report.experts, report.left) == (4, 4, {})
